@@ -1,0 +1,225 @@
+"""Configurations: frozen, and validated when they are made.
+
+Users write one flat `EngineConfig`; `CacheConfig` and `SchedulerConfig` are made from it by the engine, once the model
+and the memory are known. Standard library only: `pagedjax.host` imports this module.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from pagedjax.errors import ConfigError
+
+DTYPES = ("float32", "bfloat16")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
+ATTENTION_BACKENDS = ("auto", "reference", "xla", "triton")
+
+
+def require(ok: bool, name: str, given: object, allowed: str) -> None:
+    """Raises ConfigError naming the field, what was given and what is allowed."""
+    if not ok:
+        raise ConfigError(f"{name}={given!r} is not allowed: {name} must be {allowed}")
+
+
+def _is_int(value: object, least: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+
+
+def _require_int(name: str, value: object, least: int) -> None:
+    require(_is_int(value, least), name, value, f"an integer of at least {least}")
+
+
+def _require_optional_int(name: str, value: object, least: int) -> None:
+    require(value is None or _is_int(value, least), name, value, f"None or an integer of at least {least}")
+
+
+@dataclass(frozen=True, slots=True)
+class ModelConfig:
+    """Shape of a Llama-family model.
+
+    Attributes:
+        model_type: family, a key of the model registry.
+        rope_scaling: None, or (key, value) pairs of Hugging Face's `rope_scaling` (types "linear" and "llama3").
+        bos_token_id: token that starts a text, if there is one.
+        eos_token_ids: tokens that end a generation; may be empty.
+    """
+
+    vocab_size: int
+    hidden_size: int
+    intermediate_size: int
+    num_layers: int
+    num_heads: int
+    num_kv_heads: int
+    head_dim: int
+    max_position_embeddings: int
+    rope_theta: float = 10000.0
+    rms_norm_eps: float = 1e-5
+    tie_word_embeddings: bool = False
+    rope_scaling: tuple[tuple[str, object], ...] | None = None
+    bos_token_id: int | None = None
+    eos_token_ids: tuple[int, ...] = ()
+    model_type: str = "llama"
+
+    def __post_init__(self) -> None:
+        for name in (
+            "vocab_size",
+            "hidden_size",
+            "intermediate_size",
+            "num_layers",
+            "num_heads",
+            "num_kv_heads",
+            "head_dim",
+            "max_position_embeddings",
+        ):
+            _require_int(name, getattr(self, name), 1)
+        require(
+            self.num_heads % self.num_kv_heads == 0,
+            "num_kv_heads",
+            self.num_kv_heads,
+            f"a divisor of num_heads={self.num_heads}",
+        )
+        require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even (rotary embedding turns pairs)")
+        require(self.rope_theta > 0, "rope_theta", self.rope_theta, "positive")
+        require(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "positive")
+        if self.rope_scaling is not None:
+            kind = dict(self.rope_scaling).get("rope_type")
+            require(kind in ("linear", "llama3"), "rope_scaling.rope_type", kind, "'linear' or 'llama3'")
+        for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
+            require(0 <= token < self.vocab_size, "special token id", token, f"in [0, {self.vocab_size})")
+
+
+@dataclass(frozen=True, slots=True)
+class CacheConfig:
+    """The paged KV cache as the host sees it.
+
+    Attributes:
+        block_size: tokens per block, a power of two.
+        num_blocks: usable blocks; the arrays hold one more, the null block.
+        watermark: part of the blocks that admission keeps free (paper section 4.5 and its artifact: 1 %).
+    """
+
+    block_size: int
+    num_blocks: int
+    watermark: float = 0.01
+
+    def __post_init__(self) -> None:
+        require(
+            _is_int(self.block_size, 1) and self.block_size & (self.block_size - 1) == 0,
+            "block_size",
+            self.block_size,
+            "a power of two (1, 2, 4, ... tokens)",
+        )
+        _require_int("num_blocks", self.num_blocks, 1)
+        require(0.0 <= self.watermark < 1.0, "watermark", self.watermark, "in [0, 1)")
+
+    @property
+    def watermark_blocks(self) -> int:
+        """Blocks that admission keeps free."""
+        return int(self.watermark * self.num_blocks)
+
+    @property
+    def num_slots(self) -> int:
+        """Tokens that the whole pool can hold."""
+        return self.num_blocks * self.block_size
+
+
+@dataclass(frozen=True, slots=True)
+class SchedulerConfig:
+    """What one step may hold.
+
+    Attributes:
+        max_num_seqs: sequences that run at the same time.
+        max_num_batched_tokens: tokens computed in one step, prefill and decode together.
+        max_model_len: tokens, prompt and output together, that a sequence may reach.
+        enable_chunked_prefill: False computes every prompt whole, in one step.
+    """
+
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    max_model_len: int = 2048
+    enable_chunked_prefill: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
+            _require_int(name, getattr(self, name), 1)
+        require(
+            self.enable_chunked_prefill or self.max_num_batched_tokens >= self.max_model_len,
+            "max_num_batched_tokens",
+            self.max_num_batched_tokens,
+            f"at least max_model_len={self.max_model_len} when enable_chunked_prefill is False, "
+            "or a long prompt could never be computed whole",
+        )
+
+    @classmethod
+    def paper(cls) -> SchedulerConfig:
+        """The paper's artifact: whole prompts, 2,560 tokens a step (the 1 % watermark is CacheConfig's default)."""
+        return cls(max_num_seqs=256, max_num_batched_tokens=2560, max_model_len=2048, enable_chunked_prefill=False)
+
+
+@dataclass(frozen=True, slots=True)
+class EngineConfig:
+    """Everything a user can set, flat.
+
+    Attributes:
+        dtype: of weights and activations, "float32" or "bfloat16".
+        kv_cache_dtype: of the pool; "auto" is `dtype`.
+        block_size: tokens per block, a power of two.
+        num_blocks: usable blocks of the pool. Neither this nor `pool_bytes`: half of the memory that is free.
+        pool_bytes: memory for the pool in bytes, instead of `num_blocks`.
+        max_model_len: tokens a sequence may reach; None is the model's own limit.
+        max_num_seqs: sequences that run at the same time.
+        max_num_batched_tokens: tokens computed in one step, prefill chunks and decodes together.
+        enable_chunked_prefill: False computes every prompt whole, in one step.
+        watermark: part of the blocks that admission keeps free.
+        attention_backend: "auto", "reference", "xla" or "triton".
+        attention_interpret: run a Pallas backend in interpret mode, anywhere (slow; for tests and study).
+        overlap: plan the next step while the device computes this one.
+        seed: of requests that bring none of their own.
+    """
+
+    dtype: str = "float32"
+    kv_cache_dtype: str = "auto"
+    block_size: int = 16
+    num_blocks: int | None = None
+    pool_bytes: int | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    enable_chunked_prefill: bool = True
+    watermark: float = 0.01
+    attention_backend: str = "auto"
+    attention_interpret: bool = False
+    overlap: bool = True
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
+        require(
+            self.kv_cache_dtype in KV_CACHE_DTYPES,
+            "kv_cache_dtype",
+            self.kv_cache_dtype,
+            f"one of {', '.join(KV_CACHE_DTYPES)}",
+        )
+        require(
+            self.attention_backend in ATTENTION_BACKENDS,
+            "attention_backend",
+            self.attention_backend,
+            f"one of {', '.join(ATTENTION_BACKENDS)}",
+        )
+        for name in ("num_blocks", "pool_bytes", "max_model_len"):
+            _require_optional_int(name, getattr(self, name), 1)
+        require(
+            self.num_blocks is None or self.pool_bytes is None,
+            "pool_bytes",
+            self.pool_bytes,
+            f"None when num_blocks={self.num_blocks} is given: either says the size of the pool",
+        )
+        require(_is_int(self.seed, 0) and self.seed < 2**63, "seed", self.seed, "an integer in [0, 2**63)")
+        CacheConfig(self.block_size, self.num_blocks or 1, self.watermark)
+        for name in ("max_num_seqs", "max_num_batched_tokens"):
+            _require_int(name, getattr(self, name), 1)
+
+    @property
+    def pool_dtype(self) -> str:
+        """The pool's dtype, "auto" resolved."""
+        return self.dtype if self.kv_cache_dtype == "auto" else self.kv_cache_dtype

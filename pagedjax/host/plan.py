@@ -1,0 +1,76 @@
+"""What the scheduler tells the device to do in one step, and what comes back."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+
+class ScheduledChunk(NamedTuple):
+    """One sequence's part of a step. A tuple, since hundreds are made each step.
+
+    Attributes:
+        seq_id: the sequence.
+        slot: its row of the device's per-sequence state and block table, from 1.
+        start: position of the chunk's first token.
+        num_tokens: tokens computed.
+        token_ids: the chunk's tokens; empty for a decode, whose one token is the last one sampled at `slot`, which
+            never left the device.
+        first_block: index in the sequence's table of the first block that is new to the device.
+        new_blocks: physical blocks from that index on; empty for most decodes.
+        samples: whether the chunk reaches the sequence's last known token, so that a next token is sampled.
+        fresh: whether the sequence was admitted in this step: `slot` still holds an earlier sequence's state.
+    """
+
+    seq_id: int
+    slot: int
+    start: int
+    num_tokens: int
+    token_ids: tuple[int, ...]
+    first_block: int
+    new_blocks: tuple[int, ...]
+    samples: bool
+    fresh: bool
+
+
+class StepPlan(NamedTuple):
+    """One step.
+
+    Attributes:
+        step: counts the plans made, from 0.
+        chunks: at most `max_num_seqs`, of `num_tokens` tokens together.
+        preempted: sequences that lost their blocks in this step and will be computed again.
+        failed: sequences that ended in this step because they outgrew the whole pool.
+    """
+
+    step: int
+    chunks: tuple[ScheduledChunk, ...]
+    num_tokens: int
+    preempted: tuple[int, ...] = ()
+    failed: tuple[int, ...] = ()
+
+
+class StepResult(NamedTuple):
+    """What one step sampled.
+
+    Attributes:
+        step: of the plan this answers.
+        token_ids: one for every chunk of the plan that samples, in the plan's order.
+        errors: {seq_id: message} of sequences whose logits were not finite; their token is ignored.
+    """
+
+    step: int
+    token_ids: list[int]
+    errors: dict[int, str] | None = None
+
+
+class SequenceUpdate(NamedTuple):
+    """What `Scheduler.update` did with one sampled token.
+
+    Attributes:
+        token_id: appended to the sequence; None when it ended with an error instead.
+        finish_reason: "stop", "length" or "error" when this token ended it.
+    """
+
+    seq_id: int
+    token_id: int | None
+    finish_reason: str | None
