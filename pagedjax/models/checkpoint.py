@@ -160,7 +160,7 @@ def restore_checkpoint(
     leaves: dict[LeafPath, jax.Array] = {}
     with (
         ocp.Checkpointer(_handler()) as checkpointer,
-        bar(None, f"load {folder.name}", progress, total=len(paths)) as b,
+        bar(None, f"load {folder.name}", progress, total=len(paths), unit="tensor") as ticks,
     ):
         for start in range(0, len(paths), _GROUP):
             group = {path: wanted[path] for path in paths[start : start + _GROUP]}
