@@ -186,9 +186,14 @@ class Sequence:
         seq_id: unique in the scheduler's life.
         index: which sample of its request.
         token_ids: prompt and confirmed output.
-        num_pending: tokens sampled on the device and not read back yet (0 or 1).
+        num_pending: tokens that planned steps sample and `Scheduler.update` has not brought yet (0 to the steps in flight).
         num_computed: tokens whose K and V are in the pool, or will be when the steps already planned have run.
         slot: row of the device's per-sequence state, 1 to max_num_seqs; 0 when not running.
+        prefill_len: tokens known when it was last admitted. Computed in chunks, the last of which samples; every token
+            from there on is a decode.
+        capacity: tokens that its blocks can hold.
+        decode_until: positions below it are decoded without deciding anything (no block to take, not the end). 0 during
+            the prefill.
         stop_reason: the stop string or stop token id that ended it.
     """
 
@@ -199,6 +204,9 @@ class Sequence:
     num_pending: int = 0
     num_computed: int = 0
     slot: int = 0
+    prefill_len: int = 0
+    capacity: int = 0
+    decode_until: int = 0
     status: SequenceStatus = SequenceStatus.WAITING
     finish_reason: str | None = None
     stop_reason: str | int | None = None

@@ -15,7 +15,7 @@ class ScheduledChunk(NamedTuple):
         num_tokens: tokens computed.
         token_ids: the chunk's tokens; empty for a decode, whose one token is the last one sampled at `slot`, which
             never left the device.
-        first_block: index in the sequence's table of the first block that is new to the device.
+        first_block: index in the sequence's table of the first block that is new to the device; 0 if none is.
         new_blocks: physical blocks from that index on; empty for most decodes.
         samples: whether the chunk reaches the sequence's last known token, so that a next token is sampled.
         fresh: whether the sequence was admitted in this step: `slot` still holds an earlier sequence's state.
@@ -33,7 +33,7 @@ class ScheduledChunk(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step.
+    """One step. Without chunks it only reports `preempted` and `failed`: there is nothing to run, nothing to answer.
 
     Attributes:
         step: counts the plans made, from 0.

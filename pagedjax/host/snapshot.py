@@ -1,0 +1,161 @@
+"""The scheduler as plain JSON-able data, and back."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import asdict, fields
+from typing import TYPE_CHECKING, Any
+
+from pagedjax.errors import PagedJaxError, SnapshotError
+from pagedjax.request import Request, SamplingParams, Sequence, SequenceGroup, SequenceStatus
+
+if TYPE_CHECKING:
+    from pagedjax.host.scheduler import Scheduler
+
+VERSION = 1
+
+_PARAMS = tuple(field.name for field in fields(SamplingParams))
+
+
+def dump_params(params: SamplingParams) -> dict[str, Any]:
+    """Sampling parameters as data; JSON knows no integer keys, so `logit_bias` is a list of pairs."""
+    data = {name: getattr(params, name) for name in _PARAMS}
+    data["stop"] = list(params.stop)
+    data["stop_token_ids"] = list(params.stop_token_ids)
+    if params.logit_bias is not None:
+        data["logit_bias"] = [[token, bias] for token, bias in params.logit_bias.items()]
+    return data
+
+
+def load_params(data: dict[str, Any]) -> SamplingParams:
+    """Inverse of `dump_params`; checks the values as a user's would be."""
+    bias = data["logit_bias"]
+    return SamplingParams(**{**data, "logit_bias": None if bias is None else {token: value for token, value in bias}})
+
+
+def dump_request(request: Request) -> dict[str, Any]:
+    """A request as data. Token ids become plain integers, whatever kind of integer they were."""
+    return {
+        "request_id": request.request_id,
+        "number": int(request.number),
+        "prompt_token_ids": [int(token) for token in request.prompt_token_ids],
+        "params": dump_params(request.params),
+        "seed": int(request.seed),
+        "stop_ids": sorted(int(token) for token in request.stop_ids),
+        "max_len": int(request.max_len),
+        "arrival_time": float(request.arrival_time),
+        "prompt": request.prompt,
+    }
+
+
+def load_request(data: dict[str, Any]) -> Request:
+    """Inverse of `dump_request`."""
+    return Request(
+        **{
+            **data,
+            "prompt_token_ids": tuple(data["prompt_token_ids"]),
+            "params": load_params(data["params"]),
+            "stop_ids": frozenset(data["stop_ids"]),
+        }
+    )
+
+
+def dump_sequence(sequence: Sequence) -> dict[str, Any]:
+    """An unfinished sequence as data; of its tokens only the output, the prompt being the request's."""
+    return {
+        "seq_id": sequence.seq_id,
+        "index": sequence.index,
+        "output": [int(token) for token in sequence.token_ids[sequence.prompt_len :]],
+        "num_pending": sequence.num_pending,
+        "num_computed": sequence.num_computed,
+        "slot": sequence.slot,
+        "prefill_len": sequence.prefill_len,
+        "capacity": sequence.capacity,
+        "decode_until": sequence.decode_until,
+        "status": sequence.status.value,
+        "num_preemptions": sequence.num_preemptions,
+    }
+
+
+def load_sequence(data: dict[str, Any], request: Request) -> Sequence:
+    """Inverse of `dump_sequence`."""
+    rest = {name: value for name, value in data.items() if name != "output"}
+    rest["status"] = SequenceStatus(rest["status"])
+    return Sequence(request=request, token_ids=[*request.prompt_token_ids, *data["output"]], **rest)
+
+
+def dump_group(group: SequenceGroup) -> dict[str, Any]:
+    """An unfinished request with its sequences as data."""
+    return {"request": dump_request(group.request), "sequences": [dump_sequence(seq) for seq in group.sequences]}
+
+
+def load_group(data: dict[str, Any]) -> SequenceGroup:
+    """Inverse of `dump_group`."""
+    request = load_request(data["request"])
+    return SequenceGroup(request, [load_sequence(seq, request) for seq in data["sequences"]])
+
+
+def dump_scheduler(scheduler: Scheduler) -> dict[str, Any]:
+    """A scheduler and its allocator as data. Sequences in flight are named by id: those that ended need no more."""
+    return {
+        "version": VERSION,
+        "config": asdict(scheduler.config),
+        "allocator": scheduler.allocator.snapshot(),
+        "num_steps": scheduler.num_steps,
+        "num_preemptions": scheduler.num_preemptions,
+        "next_seq_id": scheduler._next_seq_id,
+        "groups": [dump_group(group) for group in scheduler._groups.values()],
+        "waiting": [group.request.request_id for group in scheduler._waiting],
+        "running": [seq.seq_id for seq in scheduler._running],
+        "free_slots": list(scheduler._free_slots),
+        "in_flight": [[step, [seq.seq_id for seq in sampling]] for step, sampling in scheduler._in_flight],
+    }
+
+
+def load_scheduler(scheduler: Scheduler, data: dict[str, Any]) -> None:
+    """Puts the state of `data` into a scheduler and its allocator, or raises SnapshotError and changes neither."""
+    _check_header(scheduler, data)
+    before = scheduler.allocator.snapshot()
+    try:
+        scheduler.allocator.restore(data["allocator"])
+        candidate = type(scheduler)(scheduler.config, scheduler.allocator)
+        _fill(candidate, data)
+        candidate.check_invariants()
+    except (KeyError, TypeError, ValueError, AttributeError, PagedJaxError) as error:
+        scheduler.allocator.restore(before)
+        if isinstance(error, SnapshotError):
+            raise
+        raise SnapshotError(f"not a snapshot of a scheduler: {error!r}") from error
+    vars(scheduler).update(vars(candidate))
+
+
+def _check_header(scheduler: Scheduler, data: object) -> None:
+    if not isinstance(data, dict) or "version" not in data:
+        raise SnapshotError("not a snapshot of a scheduler: it has no version")
+    if data["version"] != VERSION:
+        raise SnapshotError(f"snapshot of version {data['version']!r}, but this program reads version {VERSION}")
+    config = asdict(scheduler.config)
+    if data.get("config") != config:
+        raise SnapshotError(f"snapshot of a scheduler with {data.get('config')}, but this one has {config}")
+
+
+def _fill(scheduler: Scheduler, data: dict[str, Any]) -> None:
+    groups = [load_group(group) for group in data["groups"]]
+    sequences = {seq.seq_id: seq for group in groups for seq in group.sequences}
+    scheduler.num_steps = int(data["num_steps"])
+    scheduler.num_preemptions = int(data["num_preemptions"])
+    scheduler._next_seq_id = int(data["next_seq_id"])
+    scheduler._groups = {group.request.request_id: group for group in groups}
+    scheduler._waiting = deque(scheduler._groups[request_id] for request_id in data["waiting"])
+    scheduler._running = [sequences[seq_id] for seq_id in data["running"]]
+    scheduler._free_slots = [int(slot) for slot in data["free_slots"]]
+    scheduler._in_flight = deque(
+        (int(step), [sequences.get(seq_id) or _ended(seq_id) for seq_id in sampling])
+        for step, sampling in data["in_flight"]
+    )
+
+
+def _ended(seq_id: int) -> Sequence:
+    """Stands for a sequence that ended with a step in flight: its token will be ignored."""
+    request = Request("", -1, (), SamplingParams(), 0, frozenset(), 0)
+    return Sequence(seq_id, request, status=SequenceStatus.FINISHED)
