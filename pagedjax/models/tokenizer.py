@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import logging
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 
@@ -74,12 +75,23 @@ def load_tokenizer(folder: Path) -> PreTrainedTokenizerBase | None:
     """
     if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json", "tokenizer.model")):
         return None
-    from transformers import AutoTokenizer
-
     try:
-        return AutoTokenizer.from_pretrained(str(folder), local_files_only=True)
+        return _tokenizer_class(folder).from_pretrained(str(folder), local_files_only=True)
     except Exception as error:  # transformers raises whatever its parsers do: OSError, ValueError, KeyError, Exception
         raise ModelError(f"{folder}: its tokenizer cannot be read ({_first_line(error)})") from error
+
+
+def _tokenizer_class(folder: Path) -> Any:
+    """The plain class where it is enough: AutoTokenizer would import torch, if there is one, which takes seconds."""
+    path = folder / "tokenizer_config.json"
+    kind = json.loads(path.read_text()).get("tokenizer_class") if path.is_file() else None
+    if kind in ("TokenizersBackend", "PreTrainedTokenizerFast"):
+        from transformers import PreTrainedTokenizerFast
+
+        return PreTrainedTokenizerFast
+    from transformers import AutoTokenizer
+
+    return AutoTokenizer
 
 
 def _first_line(error: Exception) -> str:
