@@ -1,0 +1,71 @@
+"""One step's arrays, and the fixed set of shapes they come in (pure functions).
+
+Two kinds of program are compiled: the backbone by number of tokens, the head by number of rows that need logits.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from flax import struct
+from jaxtyping import Array, Int
+
+LOGIT_BYTES = 8 << 20
+"""Float32 logits of one head program at most (bytes), so that its temporaries stay small beside the pool."""
+
+
+class Batch(struct.PyTreeNode):
+    """What the backbone reads of one step (design section 3). `tokens` and `seqs` are bucket sizes.
+
+    Attributes:
+        token_ids: flat over sequences; -s says "the token last sampled at slot s", which is on the device.
+        positions: of each token in its sequence; padding 0.
+        slot_mapping: block * block_size + offset that each token's K and V go to; padding goes to the null block.
+        block_tables: physical block of each logical one; padded with 0.
+        seq_lens: tokens in the cache, this step's included; 0 marks a padding row.
+        query_start_loc: where each sequence's tokens begin in the flat axis; constant over padding rows.
+        logit_rows: token index of each row that needs logits, in plan order; padding 0.
+    """
+
+    token_ids: Int[Array, " tokens"]
+    positions: Int[Array, " tokens"]
+    slot_mapping: Int[Array, " tokens"]
+    block_tables: Int[Array, "seqs max_blocks_per_seq"]
+    seq_lens: Int[Array, " seqs"]
+    query_start_loc: Int[Array, " seqs_plus_1"]
+    logit_rows: Int[Array, " max_num_seqs"]
+
+
+def _powers_up_to(limit: int) -> list[int]:
+    sizes = [1]
+    while sizes[-1] < limit:
+        sizes.append(min(2 * sizes[-1], limit))
+    return sizes
+
+
+def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
+    """Token counts that the backbone is compiled for: powers of two, and the limit itself."""
+    return tuple(_powers_up_to(max_num_batched_tokens))
+
+
+def row_buckets(max_num_seqs: int, vocab_size: int) -> tuple[int, ...]:
+    """Row counts that the head is compiled for; a step with more rows calls the largest one several times."""
+    cap = max(1, LOGIT_BYTES // (4 * vocab_size))
+    return tuple(_powers_up_to(min(max_num_seqs, 1 << (cap.bit_length() - 1))))
+
+
+def bucket_for(size: int, buckets: tuple[int, ...]) -> int:
+    """The smallest bucket that holds `size`."""
+    return next(b for b in buckets if b >= size)
+
+
+def row_slices(num_rows: int, buckets: tuple[int, ...]) -> list[tuple[int, int]]:
+    """Cuts rows into (first, count) slices that each fit the largest bucket."""
+    step = buckets[-1]
+    return [(first, min(step, num_rows - first)) for first in range(0, num_rows, step)]
+
+
+def pad(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
+    """`values` along its first axis, padded with `fill` to `size`, as int32."""
+    out = np.full((size, *values.shape[1:]), fill, np.int32)
+    out[: len(values)] = values
+    return out

@@ -1,0 +1,111 @@
+"""The host's mirror of what the device keys by slot: block tables and sampling parameters, as numpy arrays.
+
+A running sequence holds one slot (from 1; 0 is padding) from its admission to its end or preemption. Only what changed
+travels in a plan, and a step's arrays are cut out of these by slot.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from pagedjax.device.batch import Batch, bucket_for, pad
+from pagedjax.device.sampler import PROMPT_FLAG, SampleRows
+from pagedjax.host.plan import ScheduledChunk, StepPlan
+from pagedjax.request import Sequence
+
+MASKED_LOGIT = -1e30  # finite: a bias of -inf would turn an infinite logit into NaN
+PER_ROW_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+
+
+class SlotTable:
+    """Arrays by slot, kept up to date from the plans."""
+
+    def __init__(self, max_num_seqs: int, max_blocks_per_seq: int, block_size: int) -> None:
+        rows = max_num_seqs + 1
+        self.max_num_seqs = max_num_seqs
+        self.block_size = block_size
+        self.block_tables = np.zeros((rows, max_blocks_per_seq), np.int32)
+        self.floats = {name: np.zeros(rows, np.float32) for name in PER_ROW_FLOATS}
+        self.floats["top_p"][0] = self.floats["repetition_penalty"][0] = 1.0
+        self.top_k = np.zeros(rows, np.int32)
+        self.seeds = np.zeros((rows, 2), np.uint32)
+        self.sample_index = np.zeros(rows, np.int32)
+        self.shapes_logits = np.zeros(rows, bool)
+        self.wants_logprobs = np.zeros(rows, bool)
+
+    def admit(self, slot: int, seq: Sequence) -> None:
+        """Takes over a slot for a sequence that was just admitted."""
+        params = seq.request.params
+        for name, values in self.floats.items():
+            values[slot] = getattr(params, name)
+        self.top_k[slot] = min(params.top_k, np.iinfo(np.int32).max)
+        self.seeds[slot] = seq.request.seed >> 32, seq.request.seed & 0xFFFFFFFF
+        self.sample_index[slot] = seq.index
+        self.shapes_logits[slot] = params.shapes_logits
+        self.wants_logprobs[slot] = params.logprobs is not None
+        self.block_tables[slot] = 0
+
+    def extend(self, chunk: ScheduledChunk) -> None:
+        """Writes a chunk's new blocks into its row."""
+        end = chunk.first_block + len(chunk.new_blocks)
+        self.block_tables[chunk.slot, chunk.first_block : end] = chunk.new_blocks
+
+    def build_batch(self, plan: StepPlan, buckets: tuple[int, ...]) -> Batch:
+        """The backbone's arrays for one plan, padded to its bucket."""
+        size = bucket_for(plan.num_tokens, buckets)
+        num_seqs = min(size, self.max_num_seqs)
+        _, slots, starts, counts, *_ = map(np.asarray, zip(*(c[:4] for c in plan.chunks), strict=True))
+        query_start_loc = np.zeros(len(counts) + 1, np.int32)
+        np.cumsum(counts, out=query_start_loc[1:])
+        if plan.num_tokens == len(counts):
+            positions, row_of_token = starts, slots
+        else:
+            positions = np.repeat(starts - query_start_loc[:-1], counts) + np.arange(plan.num_tokens)
+            row_of_token = np.repeat(slots, counts)
+        token_ids = -row_of_token
+        for chunk, first in zip(plan.chunks, query_start_loc.tolist(), strict=False):
+            if chunk.token_ids:
+                token_ids[first : first + chunk.num_tokens] = chunk.token_ids
+        blocks = self.block_tables[row_of_token, positions // self.block_size]
+        logit_rows = query_start_loc[1:][[c.samples for c in plan.chunks]] - 1
+        return Batch(
+            token_ids=pad(token_ids, size),
+            positions=pad(positions, size),
+            slot_mapping=pad(blocks * self.block_size + positions % self.block_size, size),
+            block_tables=pad(self.block_tables[slots], num_seqs),
+            seq_lens=pad(starts + counts, num_seqs),
+            query_start_loc=pad(query_start_loc, num_seqs + 1, fill=plan.num_tokens),
+            logit_rows=pad(logit_rows, self.max_num_seqs),
+        )
+
+    def build_rows(self, row_ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, size: int) -> SampleRows:
+        """The sampler's arrays for one slice of rows, padded to `size` with slot 0."""
+        slots = pad(slots, size)
+        return SampleRows(
+            row_ids=pad(row_ids, size),
+            slots=slots,
+            seeds=self.seeds[slots],
+            sample_index=self.sample_index[slots],
+            positions=pad(positions, size),
+            top_k=self.top_k[slots],
+            shapes_logits=self.shapes_logits[slots],
+            wants_logprobs=self.wants_logprobs[slots],
+            **{name: values[slots] for name, values in self.floats.items()},
+        )
+
+
+def count_row(seq: Sequence, vocab_size: int) -> np.ndarray:
+    """A sequence's token counts as the sampler keeps them: output counts, plus a flag on prompt tokens."""
+    counts = np.bincount(seq.token_ids[seq.prompt_len :], minlength=vocab_size).astype(np.int32)
+    counts[list(set(seq.request.prompt_token_ids))] += PROMPT_FLAG
+    return counts
+
+
+def bias_row(seq: Sequence, vocab_size: int, *, ban_stops: bool) -> np.ndarray:
+    """A sequence's logit bias; `ban_stops` while it has fewer than `min_tokens` output tokens."""
+    bias = np.zeros(vocab_size, np.float32)
+    for token, value in (seq.request.params.logit_bias or {}).items():
+        bias[token] = value
+    if ban_stops:
+        bias[list(seq.request.stop_ids)] = MASKED_LOGIT
+    return bias

@@ -1,0 +1,162 @@
+"""`LLM`: a model, its tokenizer and an engine behind `generate`, `chat` and `stream`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from tqdm import tqdm
+
+from pagedjax.config import EngineConfig
+from pagedjax.device.compilation_cache import use_compilation_cache
+from pagedjax.engine import Engine, Prompt
+from pagedjax.errors import InvalidRequest
+from pagedjax.models.loader import LoadedModel, load_model
+from pagedjax.request import RequestOutput, SamplingParams
+
+Message = Mapping[str, str]
+
+
+class LLM:
+    """Text in, text out, through a paged KV cache.
+
+    Args:
+        model: a known name ("smollm2-135m"), a Hugging Face id, a local folder, or a model loaded before.
+        config: everything else; see `EngineConfig`.
+        progress: bars on stderr while loading takes longer than a second.
+
+    Raises:
+        ModelError: the model is unknown, or its files are damaged.
+        DownloadError: it is not on this machine and cannot be downloaded.
+        ConfigError: the configuration contradicts the model or the memory.
+    """
+
+    def __init__(
+        self,
+        model: str | Path | LoadedModel = "smollm2-135m",
+        config: EngineConfig | None = None,
+        progress: bool = True,
+    ) -> None:
+        config = config or EngineConfig()
+        use_compilation_cache()
+        if not isinstance(model, LoadedModel):
+            model = load_model(model, dtype=config.dtype, progress=progress)
+        self.engine = Engine(model, config)
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, or None."""
+        return self.engine.tokenizer
+
+    def generate(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Completes all prompts, as many at the same time as fit.
+
+        Args:
+            prompts: texts, or {"prompt_token_ids": [...]}; one or a list.
+            params: one for all, or one per prompt.
+            progress: a bar on stderr.
+
+        Returns:
+            One output per prompt, in their order.
+
+        Raises:
+            InvalidRequest: a prompt or its parameters cannot be served; nothing was started then.
+            KeyboardInterrupt: on Ctrl-C; the prompts are aborted and the engine is ready for more.
+        """
+        batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        each = _one_per_prompt(params, len(batch))
+        ids: list[str] = []
+        outputs: dict[str, RequestOutput] = {}
+        try:
+            ids += [self.engine.add_request(prompt, p) for prompt, p in zip(batch, each, strict=True)]
+            with tqdm(total=len(ids), desc="requests", unit="", disable=None if progress else True, leave=False) as bar:
+                for output in self._run(set(ids)):
+                    outputs[output.request_id] = output
+                    bar.update()
+        finally:
+            self._abort_unfinished(ids)
+        return [outputs[request_id] for request_id in ids]
+
+    def chat(
+        self,
+        messages: Sequence[Message] | Sequence[Sequence[Message]],
+        params: SamplingParams | Sequence[SamplingParams] | None = None,
+        progress: bool = True,
+    ) -> list[RequestOutput]:
+        """Answers one conversation, or each of several, through the model's chat template.
+
+        Args:
+            messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
+            params: as in `generate`.
+        """
+        several = bool(messages) and not isinstance(messages[0], Mapping)
+        conversations: Any = messages if several else [messages]
+        return self.generate([self.chat_prompt(conversation) for conversation in conversations], params, progress)
+
+    def chat_prompt(self, messages: Sequence[Message]) -> dict[str, Any]:
+        """A conversation as a prompt for `generate`, `stream` or `Engine.add_request`.
+
+        Raises:
+            InvalidRequest: the model has no chat template, or the messages are not of its form.
+        """
+        if self.tokenizer is None or not self.tokenizer.chat_template:
+            raise InvalidRequest("this model has no chat template: use generate() with a prompt of your own")
+        if not messages:
+            raise InvalidRequest("messages is empty: it must hold at least one message")
+        for message in messages:
+            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
+                raise InvalidRequest(f'{message!r} is no chat message: it must be {{"role": ..., "content": ...}}')
+        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
+        return {"prompt": text, "prompt_token_ids": token_ids}
+
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None
+    ) -> Generator[RequestOutput]:
+        """Yields the request's state after each of its tokens, text so far; ends with it.
+
+        Closing the generator early aborts the request. Requests added to the engine beside it advance with it.
+        """
+        request_id = self.engine.add_request(prompt, params)
+        return self._stream(request_id)
+
+    def _stream(self, request_id: str) -> Generator[RequestOutput]:
+        try:
+            while self.engine.has_unfinished():
+                for output in self.engine.step():
+                    if output.request_id == request_id:
+                        yield output
+                        if output.finished:
+                            return
+        finally:
+            self._abort_unfinished([request_id])
+
+    def _run(self, request_ids: set[str]) -> Generator[RequestOutput]:
+        """Steps until all of `request_ids` have finished; yields their final outputs as they do."""
+        left = set(request_ids)
+        while left:
+            for output in self.engine.step():
+                if output.finished and output.request_id in left:
+                    left.discard(output.request_id)
+                    yield output
+
+    def _abort_unfinished(self, request_ids: list[str]) -> None:
+        for request_id in request_ids:
+            if self.engine.is_unfinished(request_id):
+                self.engine.abort(request_id)
+
+
+def _one_per_prompt(
+    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
+) -> list[SamplingParams]:
+    if params is None or isinstance(params, SamplingParams):
+        return [params or SamplingParams()] * num_prompts
+    if len(params) != num_prompts:
+        raise InvalidRequest(f"{len(params)} SamplingParams for {num_prompts} prompts: give one, or one per prompt")
+    return list(params)
