@@ -1,0 +1,1 @@
+"""What `pagedjax bench` measures: this engine, its scheduler alone, and `transformers` on the same requests."""

@@ -1,0 +1,5 @@
+import sys
+
+from pagedjax.cli import main
+
+sys.exit(main())

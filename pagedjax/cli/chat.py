@@ -1,0 +1,73 @@
+"""`pagedjax chat`: a conversation in the terminal."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import sys
+from typing import TYPE_CHECKING
+
+from pagedjax.cli.flags import add_model_flags, add_sampling_flags, engine_config, sampling_fields
+from pagedjax.cli.generate import failure, print_stream
+from pagedjax.errors import PagedJaxError
+from pagedjax.request import SamplingParams
+
+if TYPE_CHECKING:
+    from pagedjax.llm import LLM
+
+HELP = "/reset forgets the conversation, /quit or Ctrl-D leaves, Ctrl-C cuts an answer short"
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Adds `chat`."""
+    parser = commands.add_parser("chat", help="talk with the model", description=HELP, allow_abbrev=False)
+    parser.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
+    add_model_flags(parser)
+    add_sampling_flags(parser, max_tokens=512, temperature=0.2, top_p=0.9)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Reads a line, answers it, remembers both; until /quit or the end of the input."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401  line editing and history for input()
+    params, config = SamplingParams(**sampling_fields(args)), engine_config(args)
+    from pagedjax.llm import LLM  # loads jax, which --help and a mistyped flag need not wait for
+
+    llm = LLM(args.model, config)
+    start = [{"role": "system", "content": args.system}] if args.system else []
+    history = list(start)
+    if sys.stdin.isatty():
+        print(HELP)
+    while (line := _read()) is not None:
+        if line == "/reset":
+            history = list(start)
+        elif line.startswith("/"):
+            print(f"no such command: {line} ({HELP})")
+        elif line:
+            history = _answer(llm, history, line, params)
+    return 0
+
+
+def _read() -> str | None:
+    """The next line without the space around it; None when the user is done."""
+    try:
+        line = input("> " if sys.stdin.isatty() else "").strip()
+    except EOFError:
+        return None
+    return None if line in ("/quit", "/exit") else line
+
+
+def _answer(llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
+    """Prints the answer; returns the history with both turns, or as it was when there is no answer."""
+    asked = [*history, {"role": "user", "content": line}]
+    try:
+        output, _ = print_stream(llm.stream(llm.chat_prompt(asked), params))
+        error = failure(output) if output else None
+    except PagedJaxError as refused:  # too long by now, say: the conversation up to here is still good
+        output, error = None, str(refused)
+    if error:
+        print(f"pagedjax: {error}", file=sys.stderr)
+    if output is None or error:
+        return history
+    return [*asked, {"role": "assistant", "content": output.outputs[0].text}]

@@ -1,0 +1,45 @@
+"""Tables for people and the same records as JSON for programs."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+Row = Mapping[str, object]
+
+
+def _cell(value: object) -> str:
+    if value is None:
+        return "-"
+    if isinstance(value, float):
+        return f"{value:,.3f}" if abs(value) < 10 else f"{value:,.1f}"
+    if isinstance(value, int) and not isinstance(value, bool):
+        return f"{value:,}"
+    return str(value)
+
+
+def format_table(rows: Sequence[Row]) -> str:
+    """Lays records out side by side: one line per column name, one column per record, "-" where a record has none.
+
+    Records here have many fields and are few, so the names go down the left; the first name heads the table.
+    """
+    names = list(dict.fromkeys(name for row in rows for name in row))
+    lines = [[name, *(_cell(row.get(name)) for row in rows)] for name in names]
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    text = [
+        "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])
+        for line in lines
+    ]
+    if len(rows) > 1:
+        text.insert(1, "  ".join("-" * width for width in widths))
+    return "\n".join(line.rstrip() for line in text)
+
+
+def write_json(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
+    """Writes the records as a JSON list whose keys are the column names; a reader never sees half a file."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}")
+    partial.write_text(json.dumps([dict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
+    partial.replace(target)
