@@ -186,7 +186,7 @@ class Sequence:
         seq_id: unique in the scheduler's life.
         index: which sample of its request.
         token_ids: prompt and confirmed output.
-        num_pending: tokens that planned steps sample and `Scheduler.update` has not brought yet (0 to the steps in flight).
+        num_pending: tokens that planned steps sample and that are not read back yet; at most one a step in flight.
         num_computed: tokens whose K and V are in the pool, or will be when the steps already planned have run.
         slot: row of the device's per-sequence state, 1 to max_num_seqs; 0 when not running.
         prefill_len: tokens known when it was last admitted. Computed in chunks, the last of which samples; every token

@@ -179,7 +179,7 @@ class PagedAllocator:
         self.pool.check_invariants()
         references = [0] * (self.num_blocks + 1)
         for seq_id, table in self._tables.items():
-            if num_blocks_for(table.num_tokens, self.block_size) != len(table.blocks):
+            if table.num_tokens < 1 or num_blocks_for(table.num_tokens, self.block_size) != len(table.blocks):
                 raise InvariantError(f"sequence {seq_id}: {len(table.blocks)} blocks for {table.num_tokens} tokens")
             for block in table.blocks:
                 if not self.pool.ref_count(block):

@@ -32,6 +32,8 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def _check_queues(scheduler: Scheduler) -> None:
     """Every unfinished sequence runs or waits, in order of arrival, and just those that run hold memory."""
+    for name, group in scheduler._groups.items():
+        _require(bool(group.sequences) and group.request.request_id == name, f"request {name!r} has no sequences")
     running = [seq.seq_id for seq in scheduler._running]
     waiting = [seq.seq_id for group in scheduler._waiting for seq in group.sequences]
     known = [seq.seq_id for group in scheduler._groups.values() for seq in group.sequences]

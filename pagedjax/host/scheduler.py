@@ -223,8 +223,8 @@ class Scheduler:
                 continue
             if whole and len(seq.token_ids) > budget:
                 break
-            waiting.popleft()
             blocks = self._admit(seq)
+            waiting.popleft()
             budget -= self._plan_prefill(seq, budget, step, blocks)
         return budget
 
@@ -357,8 +357,7 @@ class Scheduler:
             raise ValueError(f"the result of step {result.step} was given, but step {step} is the next to be answered")
         if len(result.token_ids) != len(sampling):
             raise ValueError(f"step {step} samples {len(sampling)} tokens, but its result has {len(result.token_ids)}")
-        unknown = set(result.errors or ()) - {seq.seq_id for seq in sampling} if result.errors else ()
-        if unknown:
+        if result.errors and (unknown := set(result.errors) - {seq.seq_id for seq in sampling}):
             raise ValueError(f"step {step} has errors for sequences {sorted(unknown)}, which do not sample in it")
         return sampling
 

@@ -53,9 +53,13 @@ def load_request(data: dict[str, Any]) -> Request:
     return Request(
         **{
             **data,
-            "prompt_token_ids": tuple(data["prompt_token_ids"]),
+            "number": int(data["number"]),
+            "prompt_token_ids": tuple(int(token) for token in data["prompt_token_ids"]),
             "params": load_params(data["params"]),
-            "stop_ids": frozenset(data["stop_ids"]),
+            "seed": int(data["seed"]),
+            "stop_ids": frozenset(int(token) for token in data["stop_ids"]),
+            "max_len": int(data["max_len"]),
+            "arrival_time": float(data["arrival_time"]),
         }
     )
 
@@ -79,9 +83,9 @@ def dump_sequence(sequence: Sequence) -> dict[str, Any]:
 
 def load_sequence(data: dict[str, Any], request: Request) -> Sequence:
     """Inverse of `dump_sequence`."""
-    rest = {name: value for name, value in data.items() if name != "output"}
-    rest["status"] = SequenceStatus(rest["status"])
-    return Sequence(request=request, token_ids=[*request.prompt_token_ids, *data["output"]], **rest)
+    counts = {name: int(value) for name, value in data.items() if name not in ("output", "status")}
+    token_ids = [*request.prompt_token_ids, *map(int, data["output"])]
+    return Sequence(request=request, token_ids=token_ids, status=SequenceStatus(data["status"]), **counts)
 
 
 def dump_group(group: SequenceGroup) -> dict[str, Any]:
