@@ -135,7 +135,8 @@ class _WindowDecoder:
         text = self._decode(self._window)
         if text.endswith("�") and not final:
             return ""
-        self._window = self._window[self._num_read :] or self._window
+        if text != done:  # tokens without text (control tokens) give the next one no context: keep the older ones
+            self._window = self._window[self._num_read :]
         self._num_read = len(self._window)
         return text[len(done) :]
 

@@ -1,0 +1,1 @@
+"""Models: one file per family, shared layers, and how weights and tokenizers get here."""
