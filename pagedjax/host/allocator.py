@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from pagedjax.config import CacheConfig
 from pagedjax.errors import InvariantError, SnapshotError
@@ -30,6 +30,7 @@ class KVUsage(NamedTuple):
     free: int
 
 
+@runtime_checkable
 class KVAllocator(Protocol):
     """KV memory for sequences, in blocks. Each operation is atomic: one that raises changes nothing."""
 
@@ -83,7 +84,7 @@ class KVAllocator(Protocol):
         """The allocator as plain JSON-able data."""
         ...
 
-    def restore(self, data: dict[str, Any]) -> None:
+    def restore(self, data: Any) -> None:
         """Takes over a snapshot's state, or raises SnapshotError and changes nothing."""
         ...
 
@@ -152,7 +153,7 @@ class PagedAllocator:
         tables = [[seq_id, table.num_tokens, list(table.blocks)] for seq_id, table in self._tables.items()]
         return {"kind": "paged", "block_size": self.block_size, "pool": self.pool.snapshot(), "tables": tables}
 
-    def restore(self, data: dict[str, Any]) -> None:
+    def restore(self, data: Any) -> None:
         """Takes over the state of a snapshot of the same block size and number of blocks.
 
         Raises:

@@ -91,7 +91,7 @@ class BlockPool:
         """The pool as plain JSON-able data."""
         return {"num_blocks": self.num_blocks, "free": list(self._free), "ref_counts": list(self._ref_counts)}
 
-    def restore(self, data: dict[str, Any]) -> None:
+    def restore(self, data: Any) -> None:
         """Takes over the state of a snapshot of a pool of the same size.
 
         Raises:

@@ -42,6 +42,9 @@ def _check_queues(scheduler: Scheduler) -> None:
     _require(not known or known[-1] < scheduler._next_seq_id, f"sequence {known[-1:]} was never added")
     holders = sorted(scheduler.allocator.seq_ids())
     _require(holders == running, f"sequences {holders} hold memory, but {running} run")
+    unfinished = sum(seq.num_computed < seq.request.max_len - 1 for seq in scheduler._running)
+    limit = scheduler.config.max_num_batched_tokens
+    _require(unfinished <= limit, f"{unfinished} sequences run, but a step has {limit} tokens")
 
 
 def _check_slots(scheduler: Scheduler) -> None:

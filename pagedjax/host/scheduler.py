@@ -142,8 +142,7 @@ class Scheduler:
                 budget -= self._plan_prefill(seq, budget, step)
             else:
                 budget -= self._plan_growing_decode(seq, step)
-            if not budget:
-                break
+        assert budget >= 0, "more sequences run than a step has tokens, though each was admitted with one to spare"
         if budget and not step.preempted:
             budget = self._admit_waiting(budget, step)
         if not (step.chunks or step.preempted or step.failed):
@@ -365,7 +364,7 @@ class Scheduler:
         """Scheduler and allocator as plain JSON-able data."""
         return dump_scheduler(self)
 
-    def restore(self, data: dict[str, Any]) -> None:
+    def restore(self, data: Any) -> None:
         """Takes over a snapshot's state and goes on as the one it was taken of, steps in flight included.
 
         Raises:

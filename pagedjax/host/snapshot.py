@@ -83,7 +83,7 @@ def dump_sequence(sequence: Sequence) -> dict[str, Any]:
 
 def load_sequence(data: dict[str, Any], request: Request) -> Sequence:
     """Inverse of `dump_sequence`."""
-    counts = {name: int(value) for name, value in data.items() if name not in ("output", "status")}
+    counts: dict[str, Any] = {name: int(value) for name, value in data.items() if name not in ("output", "status")}
     token_ids = [*request.prompt_token_ids, *map(int, data["output"])]
     return Sequence(request=request, token_ids=token_ids, status=SequenceStatus(data["status"]), **counts)
 
@@ -116,7 +116,7 @@ def dump_scheduler(scheduler: Scheduler) -> dict[str, Any]:
     }
 
 
-def load_scheduler(scheduler: Scheduler, data: dict[str, Any]) -> None:
+def load_scheduler(scheduler: Scheduler, data: Any) -> None:
     """Puts the state of `data` into a scheduler and its allocator, or raises SnapshotError and changes neither."""
     _check_header(scheduler, data)
     before = scheduler.allocator.snapshot()

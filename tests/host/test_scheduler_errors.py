@@ -4,7 +4,7 @@ import pytest
 from host_harness import make_request, make_scheduler, run
 
 from pagedjax.config import CacheConfig, SchedulerConfig
-from pagedjax.errors import InvalidRequest, InvariantError, RequestTooLong, UnknownRequest
+from pagedjax.errors import InvalidRequest, InvariantError, OutOfBlocks, RequestTooLong, UnknownRequest
 from pagedjax.host import PagedAllocator, Scheduler, StepResult
 
 
@@ -100,6 +100,27 @@ def test_a_request_that_an_allocator_can_never_admit_ends_with_a_reason():
     assert seq.stop_reason == "request 'r0' needs room for 9 tokens, but the whole pool holds 16 (4 blocks of 4 tokens)"
 
 
+def test_who_is_preempted_waits_at_least_until_the_next_step():
+    class FailsOnce(PagedAllocator):
+        """Has no block when first asked to grow, but plenty right after."""
+
+        failed = False
+
+        def grow(self, sequence, num_tokens):
+            if not self.failed:
+                self.failed = True
+                raise OutOfBlocks("none just now")
+            return super().grow(sequence, num_tokens)
+
+    scheduler = Scheduler(SchedulerConfig(), FailsOnce(CacheConfig(4, 16)))
+    for number in range(2):
+        scheduler.add(make_request(number, 4))
+    run(scheduler)
+    plan, _ = run(scheduler)
+    assert ([chunk.seq_id for chunk in plan.chunks], plan.preempted) == ([0], (1,))
+    assert [chunk.seq_id for chunk in run(scheduler)[0].chunks] == [0, 1]
+
+
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
@@ -107,6 +128,10 @@ def test_a_request_that_an_allocator_can_never_admit_ends_with_a_reason():
         (lambda s: s._waiting.clear(), r"^running \[0, 1\] and waiting \[\] are not \[0, 1, 2\] in order$"),
         (lambda s: setattr(s, "_next_seq_id", 2), r"^sequence \[2\] was never added$"),
         (lambda s: s.allocator.free(s._running[0]), r"^sequences \[1\] hold memory, but \[0, 1\] run$"),
+        (
+            lambda s: object.__setattr__(s.config, "max_num_batched_tokens", 1),
+            r"^2 sequences run, but a step has 1 tokens$",
+        ),
         (lambda s: s._free_slots.append(1), r"^slots \[1, 1, 2\] are in use or free, not 1 to 2 once each$"),
         (lambda s: s._in_flight.clear(), r"^sequence 0 has 1 tokens pending, 0 in flight$"),
         (lambda s: setattr(s, "num_steps", 0), r"^step \[0\] in flight was never planned$"),

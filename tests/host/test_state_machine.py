@@ -2,11 +2,12 @@
 
 import copy
 import json
+from typing import Any
 
 from host_harness import STOP, Pipeline, expected_end, make_request, make_scheduler
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 
 from pagedjax.errors import RequestTooLong
 
@@ -17,7 +18,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def __init__(self):
         super().__init__()
         self.num_slots = 1
-        self.shape = {"num_blocks": 1, "block_size": 1}
+        self.shape: dict[str, Any] = {"num_blocks": 1, "block_size": 1}
         self.pipeline = Pipeline(make_scheduler(**self.shape), depth=0)
         self.number = 0
         self.ended_from_outside = set()
@@ -72,29 +73,27 @@ class SchedulerMachine(RuleBasedStateMachine):
             self.pipeline.step()
             self.pipeline.scheduler.check_invariants()
 
-    @precondition(lambda self: self.pipeline.results)
-    @rule()
-    def read_back(self):
+    @rule(data=st.data(), fails=st.booleans())
+    def read_back(self, data, fails):
+        if not self.pipeline.results:
+            return
+        sampling = self.sampling()
+        if fails and sampling:
+            seq_id = data.draw(st.sampled_from(sampling))
+            self.ended_from_outside.add(seq_id)
+            self.pipeline.results[0] = self.pipeline.results[0]._replace(errors={seq_id: "not finite"})
         self.pipeline.read_back()
-
-    @precondition(lambda self: self.pipeline.results and self.sampling())
-    @rule(data=st.data())
-    def read_back_with_an_error(self, data):
-        seq_id = data.draw(st.sampled_from(self.sampling()))
-        self.ended_from_outside.add(seq_id)
-        self.pipeline.results[0] = self.pipeline.results[0]._replace(errors={seq_id: "not finite"})
-        self.pipeline.read_back()
-        self.pipeline.ends.setdefault(seq_id, "error")
 
     def sampling(self):
         """Sequences that sample in the oldest step in flight."""
         step = self.pipeline.results[0].step
         return [chunk.seq_id for chunk in self.pipeline.plans[step].chunks if chunk.samples]
 
-    @precondition(lambda self: self.pipeline.scheduler.has_unfinished())
     @rule(data=st.data(), reason=st.sampled_from(["abort", "stop"]))
     def end_from_outside(self, data, reason):
         scheduler = self.pipeline.scheduler
+        if not scheduler.has_unfinished():
+            return
         request_id = data.draw(st.sampled_from(sorted(scheduler._groups)))
         (seq,) = scheduler.get(request_id).sequences
         if reason == "abort":
