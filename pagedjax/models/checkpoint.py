@@ -54,8 +54,8 @@ class Manifest:
 
 
 def is_checkpoint(folder: Path) -> bool:
-    """Whether the folder says that it is a converted checkpoint."""
-    return (folder / MANIFEST).is_file()
+    """Whether the folder is a converted checkpoint, or was to become one."""
+    return (folder / MANIFEST).is_file() or ((folder / "params").is_dir() and not (folder / "config.json").exists())
 
 
 def save_checkpoint(

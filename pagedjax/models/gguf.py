@@ -17,7 +17,7 @@ from jaxtyping import Float
 from pagedjax.config import ModelConfig
 from pagedjax.errors import ModelError
 from pagedjax.models.registry import check_model_type
-from pagedjax.models.weights import LeafPath, build_params, check_tensors, keep, leaf_parts
+from pagedjax.models.weights import LeafPath, build_params, check_tensors, keep, leaf_parts, named_errors
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -75,7 +75,11 @@ class GGUFFile:
         return value
 
     def config(self) -> ModelConfig:
-        """The model's shape, from the metadata."""
+        """The model's shape, from the metadata; raises ModelError naming a value that is missing or not allowed."""
+        with named_errors(str(self.path)):
+            return self._config()
+
+    def _config(self) -> ModelConfig:
         hidden, num_heads = self.require("llama.embedding_length"), self.require("llama.attention.head_count")
         head_dim = self.get("llama.attention.key_length", hidden // num_heads)
         self._refuse_what_is_not_computed(head_dim)

@@ -10,11 +10,12 @@ from typing import Any
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
+from tqdm.auto import tqdm
 
 from pagedjax.config import ModelConfig
 from pagedjax.errors import DownloadError, ModelError
 from pagedjax.models.registry import check_model_type
-from pagedjax.models.weights import LeafPath, build_params, check_tensors, leaf_parts
+from pagedjax.models.weights import LeafPath, build_params, check_tensors, leaf_parts, named_errors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
@@ -42,7 +43,8 @@ class HFFolder:
         if not (folder / SINGLE).is_file():
             if not (folder / INDEX).is_file():
                 raise ModelError(f"{folder}: no weights; allowed: {SINGLE}, or {INDEX} and the files that it names")
-            names = sorted(set(self._json(INDEX).get("weight_map", {}).values()))
+            with named_errors(str(folder / INDEX)):
+                names = sorted(set(self._json(INDEX)["weight_map"].values()))
         self.weight_files: dict[str, int] = {}
         for name in names:
             if not (folder / name).is_file():
@@ -53,7 +55,8 @@ class HFFolder:
         """The model's shape, from config.json and, for the tokens that end a text, generation_config.json."""
         path = self.folder / "config.json"
         generation = self._json("generation_config.json") if (self.folder / "generation_config.json").is_file() else {}
-        return config_from_hf(self._raw, generation, str(path))
+        with named_errors(str(path)):
+            return config_from_hf(self._raw, generation, str(path))
 
     def params(
         self, config: ModelConfig, place: Callable[[LeafPath, np.ndarray], Any], *, progress: bool = True
@@ -173,6 +176,13 @@ def _require(mapping: dict[str, Any], key: str, where: str) -> Any:
     return mapping[key]
 
 
+class _Silent(tqdm):
+    """The hub's bars, switched off."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **{**options, "disable": True})
+
+
 def _or(value: Any, default: Any) -> Any:
     return default if value is None else value
 
@@ -188,7 +198,12 @@ def download_snapshot(name: str, *, progress: bool = True) -> tuple[Path, str]:
 
     repo_id, _, revision = name.partition("@")
     try:
-        folder = huggingface_hub.snapshot_download(repo_id, revision=revision or None, allow_patterns=_PATTERNS)
+        folder = huggingface_hub.snapshot_download(
+            repo_id,
+            revision=revision or None,
+            allow_patterns=_PATTERNS,
+            tqdm_class=None if progress else _Silent,
+        )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]
         raise DownloadError(

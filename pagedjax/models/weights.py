@@ -7,7 +7,8 @@ the other (q, k, v and gate, up), because one large matmul is faster than three 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import numpy as np
@@ -94,6 +95,19 @@ def check_tensors(
             f"{where}: {len(extra)} tensors that a {config.model_type!r} model has no place for, such as {extra[0]!r}; "
             f"allowed: {config.num_layers} layers of bias-free attention and gated MLP, norms, embedding, output head"
         )
+
+
+@contextmanager
+def named_errors(where: str) -> Iterator[None]:
+    """Turns what a file's odd values (a text for a number, zero heads) set off into a ModelError naming the file."""
+    try:
+        yield
+    except ModelError:
+        raise
+    except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
+        raise ModelError(f"{where}: {error}") from error
+    except KeyError as error:
+        raise ModelError(f"{where}: key {error} is missing") from error
 
 
 def keep(path: LeafPath, array: np.ndarray) -> np.ndarray:

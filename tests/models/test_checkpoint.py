@@ -93,6 +93,7 @@ def flip_a_byte(path: Path) -> None:
 
 
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
+    "manifest is missing": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing: the checkpoint is incomplete"),
     "manifest is not JSON": (lambda f: (f / MANIFEST).write_text("{"), f"{MANIFEST} cannot be read"),
     "manifest lacks a key": (lambda f: edit_manifest(f, lambda m: m.pop("files")), "cannot be read.*'files'"),
     "other version": (
@@ -168,7 +169,8 @@ def test_half_written_known_model_is_converted_anew(recipe: WheelRecipe, home: P
     made = count_conversions(monkeypatch)
     load_model("tiny", dtype="float32", progress=False)
     (home / "models" / "tiny" / MANIFEST).unlink()
-    load_model("tiny", dtype="float32", progress=False)
+    with pytest.warns(UserWarning, match=f"{MANIFEST} is missing.*; converting tiny anew"):
+        load_model("tiny", dtype="float32", progress=False)
     assert len(made) == 2
 
 

@@ -125,6 +125,8 @@ def test_missing_metadata_key_is_named(tmp_path: Path):
     [
         ({"llama.rope.dimension_count": 8}, r"llama\.rope\.dimension_count is 8; allowed: head_dim=16"),
         ({"llama.expert_count": 8}, r"llama\.expert_count is 8; allowed: 0"),
+        ({"llama.attention.head_count": 0}, "by zero"),
+        ({"llama.attention.head_count_kv": 3}, "num_kv_heads=3 is not allowed"),
         (
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0},
             "rope_type='yarn' is not allowed.*'linear' or 'llama3'",
@@ -133,7 +135,7 @@ def test_missing_metadata_key_is_named(tmp_path: Path):
 )
 def test_what_is_not_computed_is_refused(tmp_path: Path, keys: dict, message: str):
     path = write_gguf(tmp_path / "a.gguf", keys=keys)
-    with pytest.raises(ValueError, match=message):
+    with pytest.raises(ModelError, match=rf"a\.gguf: .*{message}"):
         GGUFFile(path).config()
 
 

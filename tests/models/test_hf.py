@@ -220,6 +220,30 @@ def test_folder_that_is_none_of_ours(tmp_path: Path, folder: Path):
         load(folder)
 
 
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"num_attention_heads": 0}, "by zero"),
+        ({"hidden_size": "64"}, "unsupported operand"),
+        ({"num_key_value_heads": 3}, "num_kv_heads=3 is not allowed"),
+        ({"rope_theta": "a lot"}, "could not convert string to float: 'a lot'"),
+        ({"eos_token_id": 10**6}, r"special token id=1000000 is not allowed"),
+        ({"rope_scaling": "linear"}, "not a mapping"),
+    ],
+)
+def test_odd_values_name_the_file(folder: Path, changes: dict, message: str):
+    (folder / "config.json").write_text(json.dumps({**RAW, **changes}))
+    with pytest.raises(ModelError, match=rf"hf/config\.json: .*({message})"):
+        load(folder)
+
+
+def test_index_without_a_map_is_named(folder: Path):
+    (folder / "model.safetensors").rename(folder / "other.safetensors")
+    (folder / "model.safetensors.index.json").write_text("{}")
+    with pytest.raises(ModelError, match=r"model\.safetensors\.index\.json: key 'weight_map' is missing"):
+        load(folder)
+
+
 @pytest.mark.parametrize("num_bytes", [0, 20, 5000, -4])
 def test_file_cut_short_is_named(folder: Path, num_bytes: int):
     path = folder / "model.safetensors"
@@ -269,7 +293,7 @@ def test_hub_id(folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     folder.rename(snapshot)
     asked = []
 
-    def download(repo_id: str, revision: str | None, allow_patterns: list[str]) -> str:
+    def download(repo_id: str, *, revision: str | None, **options: object) -> str:
         asked.append((repo_id, revision))
         return str(snapshot)
 
