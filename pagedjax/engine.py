@@ -119,9 +119,7 @@ class Engine:
             enable_chunked_prefill=self.config.enable_chunked_prefill,
         )
         device = next(iter(jax.tree.leaves(self.params)[0].devices()))
-        self.pool_info: PoolInfo = plan_pool(
-            self.config, model.config, self.max_model_len, free_device_bytes(device)
-        )
+        self.pool_info: PoolInfo = plan_pool(self.config, model.config, self.max_model_len, free_device_bytes(device))
         cache = CacheConfig(self.config.block_size, self.pool_info.num_blocks, self.config.watermark)
         self.scheduler = Scheduler(scheduler_config, PagedAllocator(cache))
         self.runner = Runner(model.config, self.config, self.params, self.pool_info, self.max_model_len)

@@ -116,9 +116,7 @@ class LLM:
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return {"prompt": text, "prompt_token_ids": token_ids}
 
-    def stream(
-        self, prompt: Prompt, params: SamplingParams | None = None
-    ) -> Generator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput]:
         """Yields the request's state after each of its tokens, text so far; ends with it.
 
         Closing the generator early aborts the request. Requests added to the engine beside it advance with it.
@@ -152,9 +150,7 @@ class LLM:
                 self.engine.abort(request_id)
 
 
-def _one_per_prompt(
-    params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int
-) -> list[SamplingParams]:
+def _one_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
     if len(params) != num_prompts:

@@ -92,15 +92,15 @@ class Runner:
         self._row_buckets = row_buckets(config.max_num_seqs, model.vocab_size)
         max_blocks = -(-max_model_len // config.block_size)
         self._slots = SlotTable(config.max_num_seqs, max_blocks, config.block_size)
-        self._state = SamplerState.create(config.max_num_seqs, model.vocab_size)
-        self._pool = KVPool.create(model, config.block_size, pool.num_blocks, config.pool_dtype)
+        self.state = SamplerState.create(config.max_num_seqs, model.vocab_size)
+        self.pool = KVPool.create(model, config.block_size, pool.num_blocks, config.pool_dtype)
         self._min_tokens: dict[int, tuple[int, TokenSequence]] = {}  # slot -> total length at which stops are allowed
         self.programs = Programs(
             model,
             AttentionBackend(config.attention_backend, config.attention_interpret),
             self._backbone_params,
-            self._pool,
-            self._state,
+            self.pool,
+            self.state,
             self.kernel,
             max_blocks,
         )
@@ -127,8 +127,8 @@ class Runner:
         self._apply_changes(plan, sequences)
         batch = self._slots.build_batch(plan, self._token_buckets)
         size = len(batch.token_ids)
-        rows, hidden, self._pool = self.programs.backbone(size)(
-            self._backbone_params, self._state.last_tokens, batch, self._pool
+        rows, hidden, self.pool = self.programs.backbone(size)(
+            self._backbone_params, self.state.last_tokens, batch, self.pool
         )
         prompts = [self._prompt_logprobs(hidden, size, wanted) for wanted in prompt_rows]
         return InFlight(plan, self._sample(plan, rows), prompt_rows, prompts)
@@ -168,11 +168,11 @@ class Runner:
         if not params.shapes_logits:
             return
         counts = count_row(seq, self._vocab_size)
-        self._state = self.programs.set_token_counts()(self._state, np.int32(slot), counts)
+        self.state = self.programs.set_token_counts()(self.state, np.int32(slot), counts)
         if params.min_tokens:
             self._min_tokens[slot] = (seq.prompt_len + params.min_tokens, seq)
         bias = bias_row(seq, self._vocab_size, ban_stops=seq.output_len < params.min_tokens)
-        self._state = self.programs.set_logit_bias()(self._state, np.int32(slot), bias)
+        self.state = self.programs.set_logit_bias()(self.state, np.int32(slot), bias)
 
     def _lift_stop_ban(self, slot: int, length: int) -> None:
         """Allows stop tokens at `slot` from the step on that samples at `length` tokens, when that is enough."""
@@ -180,7 +180,7 @@ class Runner:
         if length >= enough:
             del self._min_tokens[slot]
             bias = bias_row(seq, self._vocab_size, ban_stops=False)
-            self._state = self.programs.set_logit_bias()(self._state, np.int32(slot), bias)
+            self.state = self.programs.set_logit_bias()(self.state, np.int32(slot), bias)
 
     def _sample(self, plan: StepPlan, rows: Float[Array, "max_num_seqs features"]) -> list[SampledSlice]:
         chunks = [c for c in plan.chunks if c.samples]
@@ -192,7 +192,7 @@ class Runner:
             cut = slice(first, first + count)
             size = bucket_for(count, self._row_buckets)
             sample_rows = self._slots.build_rows(np.arange(first, first + count), slots[cut], positions[cut], size)
-            output, self._state = self.programs.sample(size)(self.kernel, rows, sample_rows, self._state)
+            output, self.state = self.programs.sample(size)(self.kernel, rows, sample_rows, self.state)
             slices.append(SampledSlice([c.seq_id for c in chunks[cut]], output, bool(wants[cut].any())))
         return slices
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import jax
@@ -79,41 +80,36 @@ class Block(nn.Module):
         return x + GatedMLP(c.intermediate_size, name="mlp")(normed), pool
 
 
-class Llama(nn.Module):
-    """Embedding, decoder layers and final norm. The head is applied by `pagedjax.device.sampler`, to few rows."""
-
-    config: ModelConfig
-    backend: AttentionBackend = AttentionBackend()
-
-    @nn.compact
-    def __call__(self, pool: KVPool, batch: Batch) -> tuple[Float[Array, "features tokens"], KVPool]:
-        c = self.config
-        embedding = nn.Embed(c.vocab_size, c.hidden_size, name="embed_tokens").embedding
-        x = embedding[batch.token_ids].T
-        rope = rope_tables(c, batch.positions)
-        layers: list[LayerPool] = []
-        for i, layer_pool in enumerate(zip(pool.k, pool.v, strict=True)):
-            x, layer_pool = Block(c, self.backend, name=f"layers_{i}")(x, layer_pool, batch, rope)
-            layers.append(layer_pool)
-        x = RMSNorm(c.rms_norm_eps, name="final_norm")(x)
-        return x, KVPool(k=[k for k, _ in layers], v=[v for _, v in layers])
+@partial(jax.jit, static_argnums=0)
+def _apply_block(
+    block: Block, params: Params, x: Float[Array, "features tokens"], pool: LayerPool, batch: Batch, rope: Rope
+) -> tuple[Float[Array, "features tokens"], LayerPool]:
+    """A layer as a function of its own: all layers share one trace, which takes most of a warm start otherwise."""
+    return block.apply({"params": params}, x, pool, batch, rope)  # pyright: ignore[reportReturnType]
 
 
 def forward(
     config: ModelConfig, backend: AttentionBackend, params: Params, pool: KVPool, batch: Batch
 ) -> tuple[Float[Array, "features tokens"], KVPool]:
-    """One step of the backbone.
+    """One step of the backbone: embedding, decoder layers and final norm; the head is the sampler's.
 
     Args:
-        params: pytree as the loaders make it; the head's kernel, if there is one, is not used here.
+        params: pytree as `parameter_shapes` says; the head's kernel, if there is one, is not used here.
         pool: donated by the caller; this step's keys and values are written into it.
         batch: `token_ids` must be known ids here (tokens still on the device are resolved before).
 
     Returns:
         The hidden states after the final norm, one column per token (padding columns hold garbage), and the pool.
     """
-    backbone = {name: tree for name, tree in params.items() if name != "lm_head"}
-    return Llama(config, backend).apply({"params": backbone}, pool, batch)  # pyright: ignore[reportReturnType]
+    block = Block(config, backend)
+    x = params["embed_tokens"]["embedding"][batch.token_ids].T
+    rope = rope_tables(config, batch.positions)
+    layers: list[LayerPool] = []
+    for i, layer_pool in enumerate(zip(pool.k, pool.v, strict=True)):
+        x, layer_pool = _apply_block(block, params[f"layers_{i}"], x, layer_pool, batch, rope)
+        layers.append(layer_pool)
+    x = RMSNorm(config.rms_norm_eps).apply({"params": params["final_norm"]}, x)
+    return x, KVPool(k=[k for k, _ in layers], v=[v for _, v in layers])  # pyright: ignore[reportArgumentType]
 
 
 def head_kernel(params: Params) -> Float[Array, "vocab features"]:

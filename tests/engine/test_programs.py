@@ -1,0 +1,109 @@
+"""The compiled programs: a small fixed set, in place on the pool, and nothing compiled once they are there."""
+
+from __future__ import annotations
+
+import jax
+import numpy as np
+import pytest
+from conftest import TINY, Runs
+
+from pagedjax.config import EngineConfig
+from pagedjax.device.kv_pool import PoolInfo, bytes_per_block
+from pagedjax.device.programs import no_new_compiles
+from pagedjax.device.runner import Runner
+from pagedjax.host.plan import ScheduledChunk, StepPlan
+from pagedjax.models.loader import LoadedModel
+from pagedjax.request import Request, SamplingParams, Sequence
+
+GIB = 1 << 30
+
+
+@pytest.mark.jax_matrix
+def test_after_warm_up_two_hundred_random_requests_compile_nothing(runs: Runs) -> None:
+    engine = runs.engine(num_blocks=60)
+    assert engine.warmup(progress=False) == engine.runner.programs.seconds
+    rng = np.random.default_rng(0)
+    with no_new_compiles():
+        for _ in range(200):
+            length = int(rng.integers(1, 60))
+            params = SamplingParams(
+                max_tokens=int(rng.integers(1, 12)),
+                temperature=float(rng.choice([0.0, 1.0])),
+                top_k=int(rng.choice([0, 5])),
+                top_p=float(rng.choice([1.0, 0.9])),
+                logprobs=[None, 0, 5][rng.integers(3)],
+                prompt_logprobs=[None, 3][int(rng.random() < 0.2)],
+                min_tokens=int(rng.integers(2)),
+                repetition_penalty=float(rng.choice([1.0, 1.2])),
+            )
+            engine.add_request({"prompt_token_ids": rng.integers(1, TINY.vocab_size, length).tolist()}, params)
+            while engine.stats().num_waiting > 5:
+                engine.step()
+        while engine.has_unfinished():
+            engine.step()
+    assert engine.stats().num_preemptions > 0 and engine.warmup(progress=False) == {}
+
+
+def test_the_guard_notices_a_compilation() -> None:
+    with pytest.raises(AssertionError, match="1 programs were compiled where none was allowed"), no_new_compiles():
+        jax.jit(lambda x: x * 3 + 1).lower(np.float32(1)).compile()
+
+
+def test_there_are_n_plus_m_programs_and_a_few_small_ones(runs: Runs) -> None:
+    engine = runs.engine(max_num_batched_tokens=32, max_num_seqs=8)
+    names = set(engine.warmup(progress=False))
+    backbones = {f"backbone-{n}" for n in (1, 2, 4, 8, 16, 32)}
+    heads = {f"sample-{m}" for m in (1, 2, 4, 8)}
+    selects = {f"select-{n}" for n in (1, 2, 4, 8, 16, 32)}
+    assert names == backbones | heads | selects | {"prompt_logprobs-8", "set_token_counts", "set_logit_bias"}
+    assert set(engine.compiled()) == names
+
+
+@pytest.mark.jax_matrix
+def test_every_program_aliases_the_pool_and_needs_little_beside_it(smollm2: LoadedModel) -> None:
+    """The real model over a pool of 1 GiB, the longest prefill and prompt logprobs included."""
+    block_bytes = bytes_per_block(smollm2.config, 16, "float32")
+    pool = PoolInfo(GIB // block_bytes, 16, block_bytes, "1 GiB")
+    config = EngineConfig(num_blocks=pool.num_blocks, max_num_batched_tokens=512, max_num_seqs=64)
+    runner = Runner(smollm2.config, config, smollm2.params, pool, 2048)
+    for tokens in (512, 64, 1):
+        runner.programs.backbone(tokens)
+    for rows in (32, 1):
+        runner.programs.sample(rows)
+    runner.programs.select_rows(512, 32)
+    runner.programs.prompt_logprobs(32)
+    state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
+    for name, program in runner.programs.compiled().items():
+        memory = program.memory_analysis()
+        assert memory.temp_size_in_bytes < 0.05 * GIB, (name, memory.temp_size_in_bytes)
+        if name.startswith("backbone"):
+            assert memory.alias_size_in_bytes >= pool.pool_bytes, name
+        if name.startswith("sample"):
+            assert memory.alias_size_in_bytes >= state_bytes, name
+
+
+def test_the_old_pool_is_gone_after_a_step(runs: Runs) -> None:
+    engine = runs.engine()
+    before = jax.tree.leaves((engine.runner.pool, engine.runner.state))
+    addresses = [leaf.unsafe_buffer_pointer() for leaf in before]
+    request = Request("r", 0, (5, 6, 7), SamplingParams(), 1, frozenset(), 10)
+    sequence = Sequence(0, request, token_ids=[5, 6, 7])
+    plan = StepPlan(0, (ScheduledChunk(0, 1, 0, 3, (5, 6, 7), 0, (2,), True, True),), 3)
+    engine.runner.collect(engine.runner.execute(plan, {0: sequence}))
+    assert all(leaf.is_deleted() for leaf in before)
+    after = jax.tree.leaves((engine.runner.pool, engine.runner.state))
+    assert [leaf.unsafe_buffer_pointer() for leaf in after] == addresses
+
+
+def test_only_the_blocks_named_are_written(runs: Runs) -> None:
+    engine = runs.engine(num_blocks=9)
+    request = Request("r", 0, tuple(range(1, 7)), SamplingParams(), 1, frozenset(), 10)
+    sequence = Sequence(0, request, token_ids=list(range(1, 7)))
+    plan = StepPlan(0, (ScheduledChunk(0, 1, 0, 6, request.prompt_token_ids, 0, (7, 3), True, True),), 6)
+    engine.runner.collect(engine.runner.execute(plan, {0: sequence}))
+    for leaf in jax.tree.leaves(engine.runner.pool):
+        written = np.abs(np.asarray(leaf)).sum(axis=(1, 3)) > 0  # [blocks, slots]
+        assert set(zip(*map(np.ndarray.tolist, np.nonzero(written[1:])), strict=True)) == {
+            *((6, slot) for slot in range(4)),
+            *((2, slot) for slot in range(2)),
+        }
