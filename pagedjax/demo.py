@@ -17,11 +17,11 @@ QUESTIONS = (
     "What is the capital of France?",
     "Explain in two sentences why the sky is blue.",
     "Write a haiku about the sea.",
-    "Name three uses of a paper clip.",
-    "How do I make a cup of tea?",
-    "What is the difference between a list and a tuple in Python?",
-    "Give me a short recipe for pancakes.",
-    "Who wrote Romeo and Juliet?",
+    "Why do leaves change colour in autumn?",
+    "What does a compiler do?",
+    "Give me three tips for learning a language.",
+    "What is photosynthesis?",
+    "Tell me a one-sentence story about a robot.",
 )
 CONTIGUOUS_TOKENS = 2048
 

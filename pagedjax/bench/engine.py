@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from pagedjax.bench.workload import Workload
-from pagedjax.errors import PagedJaxError
+from pagedjax.errors import PagedJaxError, RequestTooLong
 from pagedjax.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
@@ -35,7 +35,7 @@ def run_engine(engine: Engine, workload: Workload, **sampling: Any) -> Run:
     """All requests at once, each to exactly its output length; `sampling` are further arguments of SamplingParams.
 
     Raises:
-        PagedJaxError: a request ended with fewer tokens than it was to put out.
+        PagedJaxError: a request ended with an error, before its output length.
     """
     engine.reset_stats()
     start = time.perf_counter()
@@ -54,13 +54,23 @@ def run_engine(engine: Engine, workload: Workload, **sampling: Any) -> Run:
         if len(completion.token_ids) != length:
             raise PagedJaxError(
                 f"request {output.request_id} gave {len(completion.token_ids)} of {length} output tokens and ended "
-                f"with {completion.finish_reason} ({completion.stop_reason}): give it a larger max_model_len or pool"
+                f"with {completion.finish_reason}: {completion.stop_reason}"
             )
     return Run(seconds, workload.num_output_tokens, tuple(outputs), engine.stats())
 
 
 def warm_up(engine: Engine, workload: Workload, **sampling: Any) -> None:
-    """Compiles everything, then runs two short requests, so that the first measured pass is like the rest."""
+    """Compiles everything, then runs two short requests, so that the first measured pass is like the rest.
+
+    Raises:
+        RequestTooLong: a request of the workload would not reach its output length.
+    """
+    pool = engine.pool_info
+    if workload.longest > min(engine.max_model_len, pool.num_slots):
+        raise RequestTooLong(
+            f"the workload's longest request needs {workload.longest} tokens, but max_model_len={engine.max_model_len} "
+            f"and the pool holds {pool.num_blocks} blocks of {pool.block_size} tokens: give it larger ones"
+        )
     engine.warmup()
     run_engine(engine, Workload(workload.prompts[:2], [4] * len(workload.prompts[:2])), **sampling)
 

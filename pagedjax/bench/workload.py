@@ -19,6 +19,11 @@ class Workload:
         """Output tokens of all requests."""
         return sum(self.output_lens)
 
+    @property
+    def longest(self) -> int:
+        """Tokens of the longest request, prompt and output together."""
+        return max(len(prompt) + length for prompt, length in zip(self.prompts, self.output_lens, strict=True))
+
     def part(self, start: int, stop: int) -> Workload:
         """Requests `start` to `stop - 1`."""
         return Workload(self.prompts[start:stop], self.output_lens[start:stop])
