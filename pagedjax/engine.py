@@ -181,15 +181,19 @@ class Engine:
         Raises:
             UnknownRequest: no unfinished request has this id.
         """
-        if request_id not in self._trackers:
-            known = ", ".join(list(self._trackers)[:8]) or "none"
-            raise UnknownRequest(f"request {request_id!r} is not running or waiting; unfinished requests: {known}")
-        self.scheduler.abort(request_id)
-        return self._close(self._trackers[request_id])
+        late = [output for output in self._undelivered if output.request_id == request_id]
+        self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
+        if request_id in self._trackers:
+            self.scheduler.abort(request_id)
+            return self._close(self._trackers[request_id])
+        if late:  # it had ended, but nobody had been told
+            return late[-1]
+        known = ", ".join(list(self._trackers)[:8]) or "none"
+        raise UnknownRequest(f"request {request_id!r} is not running or waiting; unfinished requests: {known}")
 
     def is_unfinished(self, request_id: str) -> bool:
-        """Whether this request waits or runs."""
-        return request_id in self._trackers
+        """Whether this request waits or runs, or its end has not been delivered."""
+        return request_id in self._trackers or any(output.request_id == request_id for output in self._undelivered)
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or a step's outputs have not been delivered."""

@@ -74,7 +74,8 @@ class LLM:
         ids: list[str] = []
         outputs: dict[str, RequestOutput] = {}
         try:
-            ids += [self.engine.add_request(prompt, p) for prompt, p in zip(batch, each, strict=True)]
+            for prompt, p in zip(batch, each, strict=True):
+                ids.append(self.engine.add_request(prompt, p))
             with tqdm(total=len(ids), desc="requests", unit="", disable=None if progress else True, leave=False) as bar:
                 for output in self._run(set(ids)):
                     outputs[output.request_id] = output
