@@ -164,7 +164,9 @@ class Engine:
             prompt_token_ids=token_ids,
             params=params,
             seed=self._request_seed(params, number),
-            stop_ids=frozenset(params.stop_token_ids + (() if params.ignore_eos else self.model_config.eos_token_ids)),
+            stop_ids=frozenset(params.stop_token_ids).union(
+                () if params.ignore_eos else self.model_config.eos_token_ids
+            ),
             max_len=self._max_len(len(token_ids), params),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             prompt=text,

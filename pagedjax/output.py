@@ -131,4 +131,4 @@ class RequestTracker:
         return entry
 
     def _decode(self, token_id: int) -> str | None:
-        return None if self._tokenizer is None else self._tokenizer.decode([token_id])
+        return None if self._tokenizer is None else str(self._tokenizer.decode([token_id]))

@@ -5,6 +5,8 @@ Two kinds of program are compiled: the backbone by number of tokens, the head by
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
@@ -64,8 +66,11 @@ def row_slices(num_rows: int, buckets: tuple[int, ...]) -> list[tuple[int, int]]
     return [(first, min(step, num_rows - first)) for first in range(0, num_rows, step)]
 
 
-def pad(values: np.ndarray, size: int, fill: int = 0) -> np.ndarray:
-    """`values` along its first axis, padded with `fill` to `size`, as int32."""
+def pad(values: np.ndarray, size: int, fill: int = 0) -> Any:
+    """`values` along its first axis, padded with `fill` to `size`, as int32.
+
+    A numpy array, typed as what it is in the compiled program.
+    """
     out = np.full((size, *values.shape[1:]), fill, np.int32)
     out[: len(values)] = values
     return out

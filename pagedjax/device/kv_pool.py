@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -85,7 +86,7 @@ def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
         return None
 
 
-def free_device_bytes(device: jax.Device) -> int:
+def free_device_bytes(device: Any) -> int:
     """Memory that arrays on `device` could still take: XLA's limit less what is in use, or the host's free memory."""
     if device.platform != "cpu":
         stats = device.memory_stats() or {}

@@ -18,14 +18,14 @@ from pagedjax.config import ModelConfig
 from pagedjax.device import sampler
 from pagedjax.device.batch import Batch
 from pagedjax.device.kv_pool import KVPool
-from pagedjax.device.sampler import SampleRows, SamplerState
+from pagedjax.device.sampler import ROW_FIELDS, SampleRows, SamplerState
 from pagedjax.models.llama import AttentionBackend, Params, forward
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compilations = 0
 
 
-def _count_compilation(event: str, duration: float, **_: Any) -> None:
+def _count_compilation(event: str, duration_secs: float, **kwargs: str | int) -> None:
     global _compilations
     if event == _COMPILE_EVENT:
         _compilations += 1
@@ -142,15 +142,14 @@ class Programs:
             logit_rows=_ints(self._max_num_seqs),
         )
         step = functools.partial(backbone, self._config, self._backend)
-        step.__name__ = f"backbone_{num_tokens}"  # type: ignore[attr-defined]
         return jax.jit(step, donate_argnums=3).lower(params, state.last_tokens, batch, pool)
 
     def _lower_sample(self, num_rows: int) -> jax.stages.Lowered:
         _, _, state, kernel = self._shapes
-        floats = {name: jax.ShapeDtypeStruct((num_rows,), jnp.float32) for name in _FLOAT_ROWS}
-        flags = {name: jax.ShapeDtypeStruct((num_rows,), jnp.bool_) for name in ("shapes_logits", "wants_logprobs")}
-        ints = {name: _ints(num_rows) for name in ("row_ids", "slots", "sample_index", "positions", "top_k")}
-        rows = SampleRows(seeds=jax.ShapeDtypeStruct((num_rows, 2), jnp.uint32), **floats, **flags, **ints)
+        fields: dict[str, Any] = {
+            name: jax.ShapeDtypeStruct((num_rows, *shape), dtype) for name, (dtype, shape) in ROW_FIELDS.items()
+        }
+        rows = SampleRows(**fields)
         return jax.jit(sampler.sample, donate_argnums=3).lower(kernel, self._rows(self._max_num_seqs), rows, state)
 
     def _lower_select(self, num_tokens: int, num_rows: int) -> jax.stages.Lowered:
@@ -171,10 +170,7 @@ class Programs:
         return jax.ShapeDtypeStruct((num_rows, kernel.shape[1]), kernel.dtype)
 
 
-_FLOAT_ROWS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
-
-
-def _ints(*shape: int) -> jax.ShapeDtypeStruct:
+def _ints(*shape: int) -> Any:
     return jax.ShapeDtypeStruct(shape, np.int32)
 
 

@@ -186,7 +186,7 @@ class Runner:
         chunks = [c for c in plan.chunks if c.samples]
         slots = np.array([c.slot for c in chunks], np.int32)
         positions = np.array([c.start + c.num_tokens for c in chunks], np.int32)
-        wants = self._slots.wants_logprobs[slots]
+        wants = self._slots.columns["wants_logprobs"][slots]
         slices = []
         for first, count in row_slices(len(chunks), self._row_buckets):
             cut = slice(first, first + count)

@@ -9,9 +9,11 @@ then vectorised over rows.
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import struct
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int, UInt32
@@ -80,6 +82,16 @@ class SampleRows(struct.PyTreeNode):
     repetition_penalty: PerRow
     shapes_logits: Bool[Array, " rows"]
     wants_logprobs: Bool[Array, " rows"]
+
+
+ROW_FIELDS: dict[str, tuple[Any, tuple[int, ...]]] = {
+    **dict.fromkeys(("row_ids", "slots", "sample_index", "positions", "top_k"), (np.int32, ())),
+    **dict.fromkeys(("temperature", "top_p", "min_p"), (np.float32, ())),
+    **dict.fromkeys(("presence_penalty", "frequency_penalty", "repetition_penalty"), (np.float32, ())),
+    **dict.fromkeys(("shapes_logits", "wants_logprobs"), (np.bool_, ())),
+    "seeds": (np.uint32, (2,)),
+}
+"""Of each field of `SampleRows`: dtype, and its shape within one row."""
 
 
 class TokenLogprobs(struct.PyTreeNode):

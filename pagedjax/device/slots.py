@@ -6,15 +6,26 @@ travels in a plan, and a step's arrays are cut out of these by slot.
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 
 from pagedjax.device.batch import Batch, bucket_for, pad
-from pagedjax.device.sampler import PROMPT_FLAG, SampleRows
+from pagedjax.device.sampler import PROMPT_FLAG, ROW_FIELDS, SampleRows
 from pagedjax.host.plan import ScheduledChunk, StepPlan
 from pagedjax.request import Sequence
 
 MASKED_LOGIT = -1e30  # finite: a bias of -inf would turn an infinite logit into NaN
-PER_ROW_FLOATS = ("temperature", "top_p", "min_p", "presence_penalty", "frequency_penalty", "repetition_penalty")
+PER_STEP = ("row_ids", "slots", "positions")
+FROM_PARAMS = (
+    "temperature",
+    "top_p",
+    "min_p",
+    "presence_penalty",
+    "frequency_penalty",
+    "repetition_penalty",
+    "shapes_logits",
+)
 
 
 class SlotTable:
@@ -25,24 +36,21 @@ class SlotTable:
         self.max_num_seqs = max_num_seqs
         self.block_size = block_size
         self.block_tables = np.zeros((rows, max_blocks_per_seq), np.int32)
-        self.floats = {name: np.zeros(rows, np.float32) for name in PER_ROW_FLOATS}
-        self.floats["top_p"][0] = self.floats["repetition_penalty"][0] = 1.0
-        self.top_k = np.zeros(rows, np.int32)
-        self.seeds = np.zeros((rows, 2), np.uint32)
-        self.sample_index = np.zeros(rows, np.int32)
-        self.shapes_logits = np.zeros(rows, bool)
-        self.wants_logprobs = np.zeros(rows, bool)
+        self.columns: dict[str, Any] = {
+            name: np.zeros((rows, *shape), dtype) for name, (dtype, shape) in ROW_FIELDS.items() if name not in PER_STEP
+        }
+        # Row 0, for padding, is greedy and asks for nothing: no filter may run for its sake.
+        self.columns["top_p"][0] = self.columns["repetition_penalty"][0] = 1.0
 
     def admit(self, slot: int, seq: Sequence) -> None:
         """Takes over a slot for a sequence that was just admitted."""
-        params = seq.request.params
-        for name, values in self.floats.items():
-            values[slot] = getattr(params, name)
-        self.top_k[slot] = min(params.top_k, np.iinfo(np.int32).max)
-        self.seeds[slot] = seq.request.seed >> 32, seq.request.seed & 0xFFFFFFFF
-        self.sample_index[slot] = seq.index
-        self.shapes_logits[slot] = params.shapes_logits
-        self.wants_logprobs[slot] = params.logprobs is not None
+        params, columns = seq.request.params, self.columns
+        for name in FROM_PARAMS:
+            columns[name][slot] = getattr(params, name)
+        columns["top_k"][slot] = min(params.top_k, np.iinfo(np.int32).max)
+        columns["seeds"][slot] = seq.request.seed >> 32, seq.request.seed & 0xFFFFFFFF
+        columns["sample_index"][slot] = seq.index
+        columns["wants_logprobs"][slot] = params.logprobs is not None
         self.block_tables[slot] = 0
 
     def extend(self, chunk: ScheduledChunk) -> None:
@@ -80,18 +88,9 @@ class SlotTable:
 
     def build_rows(self, row_ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, size: int) -> SampleRows:
         """The sampler's arrays for one slice of rows, padded to `size` with slot 0."""
-        slots = pad(slots, size)
-        return SampleRows(
-            row_ids=pad(row_ids, size),
-            slots=slots,
-            seeds=self.seeds[slots],
-            sample_index=self.sample_index[slots],
-            positions=pad(positions, size),
-            top_k=self.top_k[slots],
-            shapes_logits=self.shapes_logits[slots],
-            wants_logprobs=self.wants_logprobs[slots],
-            **{name: values[slots] for name, values in self.floats.items()},
-        )
+        padded = pad(slots, size)
+        columns = {name: column[padded] for name, column in self.columns.items()}
+        return SampleRows(row_ids=pad(row_ids, size), slots=padded, positions=pad(positions, size), **columns)
 
 
 def count_row(seq: Sequence, vocab_size: int) -> np.ndarray:

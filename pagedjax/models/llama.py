@@ -108,8 +108,8 @@ def forward(
     for i, layer_pool in enumerate(zip(pool.k, pool.v, strict=True)):
         x, layer_pool = _apply_block(block, params[f"layers_{i}"], x, layer_pool, batch, rope)
         layers.append(layer_pool)
-    x = RMSNorm(config.rms_norm_eps).apply({"params": params["final_norm"]}, x)
-    return x, KVPool(k=[k for k, _ in layers], v=[v for _, v in layers])  # pyright: ignore[reportArgumentType]
+    hidden: Any = RMSNorm(config.rms_norm_eps).apply({"params": params["final_norm"]}, x)
+    return hidden, KVPool(k=[k for k, _ in layers], v=[v for _, v in layers])
 
 
 def head_kernel(params: Params) -> Float[Array, "vocab features"]:
