@@ -6,16 +6,17 @@ tokens at fixed positions, with an online softmax in float32, only as far as the
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-TILE = 64  # tokens
+from pallas_kernels.constants import MASKED, TILE
+
 QUERY_ROWS = 64  # query tokens of one sequence that are attended together
 DECODE_ROWS = 8  # sequences that are decoded together
-MASKED = -1e30  # finite: a row with no keys must not turn into NaN
 
 
 def paged_decode(
@@ -70,7 +71,7 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    decode=paged_decode,
+    decode: Callable[..., Array] = paged_decode,
 ) -> Float[Array, "tokens heads head_dim"]:
     """Ragged: prefill chunks and decodes in one call, causal; a sequence's queries are its last tokens.
 
@@ -88,24 +89,6 @@ def paged_attention(
         return out
     chunks = _Chunks.plan(seq_lens, query_start_loc, tokens)
     return _attend_chunks(out, q, k_pool, v_pool, block_tables, chunks, **options)
-
-
-def write_kv(
-    k: Float[Array, "tokens kv_heads head_dim"],
-    v: Float[Array, "tokens kv_heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    slot_mapping: Int[Array, " tokens"],
-) -> tuple[Array, Array]:
-    """New K and V into their slots, in place when the pools are donated; a slot outside the pool is dropped."""
-    block_size = k_pool.shape[2]
-    block, offset = slot_mapping // block_size, slot_mapping % block_size
-
-    def put(pool, new):
-        slots = pool.at[block, :, offset]
-        return slots.set(new.astype(pool.dtype), mode="drop", wrap_negative_indices=False)
-
-    return put(k_pool, k), put(v_pool, v)
 
 
 class _Softmax(NamedTuple):
@@ -156,7 +139,16 @@ class _Chunks(NamedTuple):
 
 
 def _attend_chunks(
-    out, q, k_pool, v_pool, block_tables, chunks: _Chunks, *, scale, sliding_window, soft_cap
+    out: Float[Array, "tokens heads head_dim"],
+    q: Float[Array, "tokens heads head_dim"],
+    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    block_tables: Int[Array, "seqs max_blocks"],
+    chunks: _Chunks,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    soft_cap: float | None,
 ) -> Float[Array, "tokens heads head_dim"]:
     """`out` with the tokens of `chunks` filled in."""
     rows, heads, head_dim = chunks.rows, *q.shape[1:]
@@ -197,7 +189,11 @@ def _read_tile(
     tile: Int[Array, ""],
     begins: Int[Array, " rows"],
     ends: Int[Array, " rows"],
-) -> tuple[Float[Array, "rows*kv_heads tile head_dim"], Float[Array, "rows*kv_heads tile head_dim"], Bool[Array, "rows tile"]]:
+) -> tuple[
+    Float[Array, "rows*kv_heads tile head_dim"],
+    Float[Array, "rows*kv_heads tile head_dim"],
+    Bool[Array, "rows tile"],
+]:
     """K and V of one tile of some sequences, in float32, and which of its positions lie in [begins, ends).
 
     V is zero outside: what lies there may be NaN, and 0 x NaN is NaN. One contiguous run of one head is copied at a
@@ -233,7 +229,7 @@ def _attend_tile(
     q: Float[Array, "batch rows head_dim"],
     k: Float[Array, "batch tile head_dim"],
     v: Float[Array, "batch tile head_dim"],
-    keep: Bool[Array, "batch_or_1 rows_or_1 tile"],
+    keep: Bool[Array, "#batch #rows tile"],
     soft_cap: float | None,
 ) -> _Softmax:
     scores = jnp.einsum("bqd,btd->bqt", q, k, precision="highest")
