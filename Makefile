@@ -20,7 +20,7 @@ VENV := $(if $(filter file default,$(origin PYTHON)),.venv,.venv-$(PYTHON_VERSIO
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 TORCH_STAMP := $(VENV)/.torch-$(TORCH)
 TORCH_SPEC := $(shell sed -n 's/^torch = \["\(.*\)"\]$$/\1/p' pyproject.toml)
-PIP := $(VENV)/bin/python -m pip --quiet --disable-pip-version-check
+PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 
 .PHONY: demo test lint bench venv clean
 
