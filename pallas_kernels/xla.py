@@ -1,6 +1,6 @@
 """Paged attention in plain XLA: the fast path on the CPU, and the fallback on chips that have no Pallas kernel.
 
-Nothing the size of the pool or of the table's full width is ever read or built. The KV axis is walked in tiles of 64
+Nothing the size of the pool or of the table's full width is ever read or built. The KV axis is walked in tiles of 128
 tokens at fixed positions, with an online softmax in float32, only as far as the sequences at hand reach.
 """
 
@@ -13,8 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
-from pallas_kernels.constants import MASKED, TILE
+from pallas_kernels.constants import MASKED
 
+TILE = 128  # tokens of the KV axis; half of it means twice as many small operations, 2 to 3 % of a step
 QUERY_ROWS = 64  # query tokens of one sequence that are attended together
 DECODE_ROWS = 8  # sequences that are decoded together
 

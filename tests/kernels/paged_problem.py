@@ -12,6 +12,15 @@ import numpy as np
 # What the backends are held to, as norm(out - right) / norm(right).
 TOLERANCE = {"float32": 2e-6, "bfloat16": 1e-2, "float16": 1e-2}
 
+# Decodes and prefill chunks, whole prompts and their later parts; lengths around blocks and tiles; a sequence that
+# rests in this step; two rows of padding and some tokens of it.
+MIXED: dict[str, Any] = {
+    "seq_lens": (1, 5, 64, 130, 40, 200, 65, 63, 257, 33),
+    "query_lens": (1, 5, 1, 70, 0, 1, 65, 1, 3, 1),
+    "num_seqs": 12,
+    "num_tokens": 160,
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedProblem:
@@ -55,15 +64,15 @@ class PagedProblem:
     ) -> np.ndarray:
         """What attention should give for inputs rounded to `dtype`."""
         q, out = _rounded(self.q, dtype), np.zeros(self.q.shape)
-        scale = q.shape[-1] ** -0.5 if scale is None else scale
+        factor = q.shape[-1] ** -0.5 if scale is None else scale
         starts = self.query_start_loc
         for seq, num_queries in enumerate(self.query_lens):
             keys, values = _rounded(self.keys[seq], dtype), _rounded(self.values[seq], dtype)
-            for i in range(num_queries):
+            for i in range(num_queries if len(keys) else 0):
                 end = len(keys) - num_queries + i + 1
                 begin = 0 if window is None else max(0, end - window)
                 token = starts[seq] + i
-                out[token] = _attend(q[token], keys[begin:end], values[begin:end], scale, cap)
+                out[token] = _attend(q[token], keys[begin:end], values[begin:end], factor, cap)
         return out
 
     def _padded(self, per_seq: list[int]) -> np.ndarray:

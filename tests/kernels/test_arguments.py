@@ -114,7 +114,7 @@ def test_auto_falls_back_where_jax_has_no_triton(monkeypatch: pytest.MonkeyPatch
         raise ImportError("JAX 9 has no Triton backend in Pallas")
 
     monkeypatch.setattr("pallas_kernels.dispatch._triton", missing)
-    chip = {"platform": "gpu", "compute_capability": "8.0"}
+    chip: dict[str, Any] = {"platform": "gpu", "compute_capability": "8.0"}
     assert resolve_backend("auto", **chip) == ("xla", "JAX 9 has no Triton backend in Pallas")
     with pytest.raises(ValueError, match="backend is 'triton', but JAX 9 has no Triton backend in Pallas"):
         resolve_backend("triton", **chip)

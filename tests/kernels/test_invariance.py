@@ -7,15 +7,11 @@ from typing import Any
 
 import numpy as np
 import pytest
-from paged_problem import PagedProblem, make_problem
+from paged_problem import MIXED, TOLERANCE, PagedProblem, error, make_problem
 
 from pallas_kernels import paged_attention
 
 Backend = dict[str, Any]
-
-SEQ_LENS = (1, 100, 64, 90, 65, 200)
-QUERY_LENS = (1, 1, 1, 70, 2, 1)
-MIXED: dict[str, Any] = {"seq_lens": SEQ_LENS, "query_lens": QUERY_LENS, "num_seqs": 8, "num_tokens": 80}
 
 
 def _attend(problem: PagedProblem, backend: Backend, **arguments: Any) -> np.ndarray:
@@ -23,36 +19,36 @@ def _attend(problem: PagedProblem, backend: Backend, **arguments: Any) -> np.nda
 
 
 @pytest.mark.jax_matrix
-@pytest.mark.parametrize("block_size", [16, 128])
-@pytest.mark.parametrize("garbage", [np.nan, np.inf])
+@pytest.mark.parametrize(("block_size", "garbage"), [(16, np.nan), (128, np.inf)])
 def test_garbage_outside_the_sequences_changes_nothing(backend: Backend, block_size: int, garbage: float) -> None:
     problem = make_problem(**MIXED, block_size=block_size)
     clean, dirty = (_attend(problem, backend, rest=rest) for rest in (0.0, garbage))
     np.testing.assert_array_equal(dirty, clean)
 
 
-@pytest.mark.parametrize("window", [None, 20])
-def test_garbage_before_a_sliding_window_changes_nothing(backend: Backend, window: int | None) -> None:
+def test_garbage_before_a_sliding_window_changes_nothing(backend: Backend) -> None:
     """Blocks behind the window may be given to others."""
     problem = make_problem([200, 150], [1, 30])
     q, k_pool, v_pool, *rest = problem.arguments()
-    clean = paged_attention(q, k_pool, v_pool, *rest, **backend, sliding_window=window)
+    clean = paged_attention(q, k_pool, v_pool, *rest, **backend, sliding_window=20)
     block = problem.block_tables[0, 1]
     dirty = paged_attention(
-        q, k_pool.at[block].set(np.nan), v_pool.at[block].set(np.nan), *rest, **backend, sliding_window=window
+        q, k_pool.at[block].set(np.nan), v_pool.at[block].set(np.nan), *rest, **backend, sliding_window=20
     )
-    assert np.array_equal(dirty, clean) == (window is not None)
+    np.testing.assert_array_equal(dirty, clean)
 
 
 @pytest.mark.jax_matrix
 def test_block_size_changes_no_bit(backend: Backend) -> None:
-    outs = [_attend(make_problem(**MIXED, block_size=size), backend) for size in (1, 8, 16, 64, 256)]
-    if backend["backend"] == "reference":  # promises it up to rounding: its sums run over the width of the table
-        for out in outs[1:]:
-            np.testing.assert_allclose(out, outs[0], atol=1e-5)
-    else:
-        for out in outs[1:]:
-            np.testing.assert_array_equal(out, outs[0])
+    problems = [make_problem(**MIXED, block_size=size) for size in (1, 4, 16, 64, 256)]
+    first, *others = (_attend(problem, backend) for problem in problems)
+    right = problems[0].right()
+    assert error(first, right) <= TOLERANCE["float32"]
+    for out in others:
+        if backend["backend"] == "reference":  # its sums run over the table's width, which depends on the block size
+            assert error(out, right) <= TOLERANCE["float32"]
+        else:
+            np.testing.assert_array_equal(out, first)
 
 
 def test_a_wider_table_changes_no_bit(backend: Backend) -> None:
@@ -71,10 +67,10 @@ def test_where_the_blocks_lie_changes_no_bit(backend: Backend) -> None:
 
 
 def test_neighbours_and_order_change_no_bit(backend: Backend) -> None:
-    """Sequence 1 (a decode) and 3 (a chunk) among others, in another order, beside longer and shorter ones."""
+    """Sequence 5 (a decode) and 3 (a chunk) among others, in another order, beside longer and shorter ones."""
     problem = make_problem(**MIXED)
-    others = make_problem([300, 64, 7, 30, 20], [1, 2, 1, 1, 3], seed=1)
-    order = [("other", 0), ("other", 1), ("own", 3), ("other", 2), ("own", 1), ("other", 3), ("other", 4)]
+    others = make_problem([240, 64, 7, 30, 20], [1, 2, 1, 1, 3], seed=1)
+    order = [("other", 0), ("other", 1), ("own", 3), ("other", 2), ("own", 5), ("other", 3), ("other", 4)]
     source = {"own": problem, "other": others}
     q, keys, values, query_lens = [], [], [], []
     for name, i in order:
@@ -83,13 +79,13 @@ def test_neighbours_and_order_change_no_bit(backend: Backend) -> None:
         keys.append(source[name].keys[i])
         values.append(source[name].values[i])
         query_lens.append(int(end - start))
-    mixed = make_problem([len(k) for k in keys], query_lens, num_seqs=8, num_tokens=80)
+    mixed = make_problem([len(k) for k in keys], query_lens, num_seqs=12, num_tokens=160)
     mixed = dataclasses.replace(mixed, q=np.concatenate([*q, mixed.q[sum(query_lens) :]]), keys=keys, values=values)
     # One program, so one shape: as many blocks, and as wide a table.
     blocks = max(mixed.num_blocks, problem.num_blocks)
     mixed, problem = (dataclasses.replace(p, num_blocks=blocks) for p in (mixed, problem))
     alone, among = (_attend(p, backend, max_blocks=20) for p in (problem, mixed))
-    for mine, theirs in ((1, 4), (3, 2)):
+    for mine, theirs in ((5, 4), (3, 2)):
         np.testing.assert_array_equal(
             among[slice(*mixed.query_start_loc[theirs : theirs + 2])],
             alone[slice(*problem.query_start_loc[mine : mine + 2])],

@@ -57,7 +57,7 @@ def _step(k_pools: list, v_pools: list, q: jax.Array, k: jax.Array, v: jax.Array
     return q, k_pools, v_pools
 
 
-def _compiled_step(num_blocks: int, layers: int = 4) -> tuple[Any, tuple[Any, ...]]:
+def _compiled_step(num_blocks: int, layers: int = 3) -> tuple[Any, tuple[Any, ...]]:
     problem = make_problem([60, 33, 200, 9], [60, 1, 1, 2], num_seqs=8, num_tokens=64)
     q, _, _, *batch = problem.arguments()
     k, v = (jnp.asarray(x) for x in _new_tokens(64))
@@ -76,9 +76,7 @@ def test_a_step_of_many_layers_updates_its_pools_in_place() -> None:
     assert memory.temp_size_in_bytes < 0.05 * pool_bytes
     _, k_pools, _ = compiled(*arguments)
     assert all(pool.is_deleted() for pool in pools)
-    np.testing.assert_array_equal(k_pools[3][1, :, 0], arguments[3][0])
+    np.testing.assert_array_equal(k_pools[-1][1, :, 0], arguments[3][0])
 
-
-def test_temporary_memory_does_not_grow_with_the_pool() -> None:
-    small, large = (_compiled_step(num_blocks)[0].memory_analysis() for num_blocks in (100, 3000))
-    assert large.temp_size_in_bytes == small.temp_size_in_bytes
+    smaller, _ = _compiled_step(num_blocks=100)
+    assert smaller.memory_analysis().temp_size_in_bytes == memory.temp_size_in_bytes
