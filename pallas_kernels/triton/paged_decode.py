@@ -15,7 +15,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.constants import MASKED, TILE
+from pallas_kernels.constants import MASKED
 
 try:
     from jax.experimental.pallas import triton as plgpu
@@ -24,6 +24,7 @@ except ImportError as missing:
         f"JAX {jax.__version__} has no Triton backend in Pallas; the backends 'xla' and 'reference' need none"
     ) from missing
 
+TILE = 64  # tokens of the KV axis
 TILES_PER_SPLIT = 8
 MIN_ROWS = 16  # of a tensor-core tile: smaller query groups are padded
 MAX_HEAD_DIM = 256
