@@ -6,9 +6,9 @@ read back one step late. Sampled tokens do not leave the device to become the ne
 
 from __future__ import annotations
 
+import sys
 import time
 from collections.abc import Mapping
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -337,20 +337,24 @@ class Engine:
     # ------------------------------------------------------------------ looking inside
 
     def warmup(self, progress: bool = True) -> dict[str, float]:
-        """Compiles every program that any step could need.
+        """Compiles every program that any step could need, largest first, and says on stderr what it compiled.
+
+        Args:
+            progress: False says nothing.
 
         Returns:
             {program: seconds} of what was compiled now; what was there already is not in it.
         """
-        before = set(self.runner.programs.seconds)
-        calls = self.runner.program_calls()
-        bar: AbstractContextManager[Any] = (
-            tqdm(calls, desc="compiling", unit="program", disable=None, leave=False) if progress else nullcontext(calls)
-        )
-        with bar as items:
-            for compile_one in items:
+        programs, calls = self.runner.programs, self.runner.program_calls()
+        before = set(programs.seconds)
+        with tqdm(calls, desc="compiling", unit="program", disable=None if progress else True, leave=False) as bar:
+            for compile_one in bar:
                 compile_one()
-        return {name: s for name, s in self.runner.programs.seconds.items() if name not in before}
+        compiled = {name: seconds for name, seconds in programs.seconds.items() if name not in before}
+        if progress and compiled:
+            listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in compiled.items())
+            print(f"compiled {len(compiled)} programs in {sum(compiled.values()):.0f} s: {listed}", file=sys.stderr)
+        return compiled
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
         """The compiled programs by name, for `memory_analysis()` and the like."""

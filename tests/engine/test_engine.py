@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from conftest import TINY, Runs, drain
+from engine_harness import TINY, Runs, drain
 
 from pagedjax.config import EngineConfig
 from pagedjax.engine import Engine

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from conftest import Runs
+from engine_harness import Runs
 
 from pagedjax.request import RequestOutput, SamplingParams
 

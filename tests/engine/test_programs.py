@@ -5,7 +5,7 @@ from __future__ import annotations
 import jax
 import numpy as np
 import pytest
-from conftest import TINY, Runs
+from engine_harness import TINY, Runs
 
 from pagedjax.config import EngineConfig
 from pagedjax.device.kv_pool import PoolInfo, bytes_per_block
@@ -49,9 +49,11 @@ def test_the_guard_notices_a_compilation() -> None:
         jax.jit(lambda x: x * 3 + 1).lower(np.float32(1)).compile()
 
 
-def test_there_are_n_plus_m_programs_and_a_few_small_ones(runs: Runs) -> None:
+def test_there_are_n_plus_m_programs_and_a_few_small_ones(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
     engine = runs.engine(max_num_batched_tokens=32, max_num_seqs=8)
-    names = set(engine.warmup(progress=False))
+    names = set(engine.warmup())
+    said = capsys.readouterr().err
+    assert f"compiled {len(names)} programs in" in said and all(name in said for name in names)
     backbones = {f"backbone-{n}" for n in (1, 2, 4, 8, 16, 32)}
     heads = {f"sample-{m}" for m in (1, 2, 4, 8)}
     selects = {f"select-{n}" for n in (1, 2, 4, 8, 16, 32)}

@@ -1,0 +1,57 @@
+"""A random model, small enough that an engine compiles in seconds, and how tests run requests through engines of it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from pagedjax.config import EngineConfig, ModelConfig
+from pagedjax.engine import Engine
+from pagedjax.models.loader import LoadedModel
+from pagedjax.request import RequestOutput, SamplingParams
+
+TINY = ModelConfig(
+    vocab_size=384,
+    hidden_size=48,
+    intermediate_size=96,
+    num_layers=2,
+    num_heads=6,
+    num_kv_heads=2,
+    head_dim=16,
+    max_position_embeddings=256,
+    tie_word_embeddings=True,
+    eos_token_ids=(0,),
+)
+
+
+class Runs:
+    """Makes engines of the tiny model and runs requests through them."""
+
+    def __init__(self, model: LoadedModel) -> None:
+        self.model = model
+
+    def engine(self, **config: Any) -> Engine:
+        defaults = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
+        return Engine(self.model, EngineConfig(**{**defaults, **config}))
+
+    def prompts(self, *lengths: int, seed: int = 0) -> list[list[int]]:
+        rng = np.random.default_rng(seed)
+        return [rng.integers(1, TINY.vocab_size, length).tolist() for length in lengths]
+
+    def run(
+        self, engine: Engine, prompts: list[list[int]], params: SamplingParams | list[SamplingParams]
+    ) -> list[RequestOutput]:
+        """Final outputs, in the order of the prompts."""
+        each = params if isinstance(params, list) else [params] * len(prompts)
+        ids = [engine.add_request({"prompt_token_ids": p}, q) for p, q in zip(prompts, each, strict=True)]
+        done = {output.request_id: output for output in drain(engine) if output.finished}
+        return [done[request_id] for request_id in ids]
+
+
+def drain(engine: Engine) -> Iterator[RequestOutput]:
+    """Steps until nothing is left."""
+    while engine.has_unfinished():
+        yield from engine.step()
+        engine.scheduler.check_invariants()
