@@ -16,6 +16,7 @@ import jax
 from tqdm import tqdm
 
 from pagedjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pagedjax.device.backend import choose_backend
 from pagedjax.device.kv_pool import PoolInfo, free_device_bytes, plan_pool
 from pagedjax.device.programs import num_compilations
 from pagedjax.device.runner import InFlight, PromptRows, Runner, StepOutput
@@ -122,7 +123,8 @@ class Engine:
         self.pool_info: PoolInfo = plan_pool(self.config, model.config, self.max_model_len, free_device_bytes(device))
         cache = CacheConfig(self.config.block_size, self.pool_info.num_blocks, self.config.watermark)
         self.scheduler = Scheduler(scheduler_config, PagedAllocator(cache))
-        self.runner = Runner(model.config, self.config, self.params, self.pool_info, self.max_model_len)
+        backend, _ = choose_backend(self.config)
+        self.runner = Runner(model.config, self.config, self.params, self.pool_info, self.max_model_len, backend)
         self._trackers: dict[str, RequestTracker] = {}
         self._by_seq: dict[int, RequestTracker] = {}
         self._in_flight: InFlight | None = None

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from pagedjax import __version__
 from pagedjax.cli.flags import add_json_flag, add_model_flags, engine_config
 from pagedjax.config import EngineConfig
-from pagedjax.errors import ConfigError, PagedJaxError
+from pagedjax.errors import PagedJaxError
 from pagedjax.tables import format_table, write_json
 
 if TYPE_CHECKING:
@@ -59,19 +59,16 @@ def _device(config: EngineConfig) -> dict[str, object]:
     import jax
     import psutil
 
+    from pagedjax.device.backend import choose_backend
     from pagedjax.device.kv_pool import free_device_bytes
-    from pallas_kernels.dispatch import resolve_backend
 
-    try:
-        backend, because = resolve_backend(config.attention_backend, interpret=config.attention_interpret)
-    except ValueError as error:
-        raise ConfigError(f"attention_backend: {error}") from None
+    backend, because = choose_backend(config)
     device = jax.devices()[0]
     total = (device.memory_stats() or {}).get("bytes_limit") or psutil.virtual_memory().total
     return {
         "platform": device.platform,
         "device": device.device_kind,
-        "attention_backend": backend,
+        "attention_backend": backend.name,
         "attention_backend_because": because,
         "memory_total_mib": _mib(total),
         "memory_free_mib": _mib(free_device_bytes(device)),

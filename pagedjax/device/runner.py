@@ -82,7 +82,13 @@ class Runner:
     """The device side of an engine. One plan at a time goes in; results come out in the same order."""
 
     def __init__(
-        self, model: ModelConfig, config: EngineConfig, params: Params, pool: PoolInfo, max_model_len: int
+        self,
+        model: ModelConfig,
+        config: EngineConfig,
+        params: Params,
+        pool: PoolInfo,
+        max_model_len: int,
+        backend: AttentionBackend,
     ) -> None:
         self.params = params
         self.kernel = head_kernel(params)
@@ -97,7 +103,7 @@ class Runner:
         self._min_tokens: dict[int, tuple[int, TokenSequence]] = {}  # slot -> total length at which stops are allowed
         self.programs = Programs(
             model,
-            AttentionBackend(config.attention_backend, config.attention_interpret),
+            backend,
             self._backbone_params,
             self.pool,
             self.state,

@@ -186,6 +186,8 @@ def test_a_request_id_in_use_is_refused(runs: Runs) -> None:
         ({"max_model_len": 500}, "max_model_len=500 is more than the model's 256 positions"),
         ({"pool_bytes": 1000, "num_blocks": None}, "leaves no block: one block of 4 tokens takes 2048 bytes"),
         ({"enable_chunked_prefill": False}, "max_num_batched_tokens=32 is not allowed"),
+        ({"attention_backend": "triton"}, "attention_backend='triton' is not allowed here: .* use 'auto'"),
+        ({"attention_backend": "xla", "attention_interpret": True}, "attention_backend='xla' is not allowed here"),
     ],
 )
 def test_configurations_that_contradict_the_model_are_refused(runs: Runs, config: dict[str, Any], message: str) -> None:

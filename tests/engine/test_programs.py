@@ -12,6 +12,7 @@ from pagedjax.device.kv_pool import PoolInfo, bytes_per_block
 from pagedjax.device.programs import no_new_compiles
 from pagedjax.device.runner import Runner
 from pagedjax.host.plan import ScheduledChunk, StepPlan
+from pagedjax.models.llama import AttentionBackend
 from pagedjax.models.loader import LoadedModel
 from pagedjax.request import Request, SamplingParams, Sequence
 
@@ -67,7 +68,7 @@ def test_every_program_aliases_the_pool_and_needs_little_beside_it(smollm2: Load
     block_bytes = bytes_per_block(smollm2.config, 16, "float32")
     pool = PoolInfo(GIB // block_bytes, 16, block_bytes, "1 GiB")
     config = EngineConfig(num_blocks=pool.num_blocks, max_num_batched_tokens=512, max_num_seqs=64)
-    runner = Runner(smollm2.config, config, smollm2.params, pool, 2048)
+    runner = Runner(smollm2.config, config, smollm2.params, pool, 2048, AttentionBackend("xla"))
     for tokens in (512, 64, 1):
         runner.programs.backbone(tokens)
     for rows in (32, 1):
