@@ -165,7 +165,7 @@ def test_ctrl_c_in_a_terminal_ends_generate_without_a_traceback(model: str) -> N
 def test_demo_answers_and_counts_what_a_reservation_would_take(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pagedjax.demo, "LLM", lambda name: LLM(model, SAME_ENGINE))
+    monkeypatch.setattr(pagedjax.demo, "LLM", lambda name, config: LLM(model, SAME_ENGINE))
     monkeypatch.setattr(pagedjax.demo, "QUESTIONS", ("hello", "world", "12"))
     assert pagedjax.demo.main() == 0
     out = capsys.readouterr().out
