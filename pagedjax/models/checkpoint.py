@@ -9,9 +9,11 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import logging
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +77,7 @@ def save_checkpoint(
         source: where the weights came from, JSON-able.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with ocp.Checkpointer(_handler()) as checkpointer:
+    with _quiet_orbax(), ocp.Checkpointer(_handler()) as checkpointer:
         checkpointer.save((folder / "params").absolute(), args=ocp.args.PyTreeSave(params))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / "tokenizer")
@@ -88,6 +90,18 @@ def save_checkpoint(
         "files": {name: [size, _crc32(folder / name)] for name, size in _sizes(folder).items()},
     }
     (folder / MANIFEST).write_text(json.dumps(manifest, indent=1))
+
+
+@contextmanager
+def _quiet_orbax() -> Iterator[None]:
+    """Keeps what Orbax warns of when one process alone saves (that it has no other process's part to merge) off stderr."""
+    logger = logging.getLogger("absl")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def read_manifest(folder: Path) -> Manifest:
