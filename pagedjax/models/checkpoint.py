@@ -94,7 +94,7 @@ def save_checkpoint(
 
 @contextmanager
 def _quiet_orbax() -> Iterator[None]:
-    """Keeps what Orbax warns of when one process alone saves (that it has no other process's part to merge) off stderr."""
+    """Keeps off stderr what Orbax warns of when one process alone saves: that no other has a part to merge."""
     logger = logging.getLogger("absl")
     level = logger.level
     logger.setLevel(logging.ERROR)
