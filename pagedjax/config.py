@@ -110,7 +110,8 @@ class CacheConfig:
             "a power of two (1, 2, 4, ... tokens)",
         )
         _require_int("num_blocks", self.num_blocks, 1)
-        require(0.0 <= self.watermark < 1.0, "watermark", self.watermark, "in [0, 1)")
+        number = isinstance(self.watermark, int | float)
+        require(number and 0.0 <= self.watermark < 1.0, "watermark", self.watermark, "in [0, 1)")
 
     @property
     def watermark_blocks(self) -> int:
@@ -214,6 +215,8 @@ class EngineConfig:
             self.pool_bytes,
             f"None when num_blocks={self.num_blocks} is given: either says the size of the pool",
         )
+        for name in ("enable_chunked_prefill", "attention_interpret", "overlap"):
+            require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         require(_is_int(self.seed, 0) and self.seed < 2**63, "seed", self.seed, "an integer in [0, 2**63)")
         CacheConfig(self.block_size, self.num_blocks or 1, self.watermark)
         for name in ("max_num_seqs", "max_num_batched_tokens"):

@@ -7,9 +7,12 @@ read back one step late. Sampled tokens do not leave the device to become the ne
 from __future__ import annotations
 
 import sys
+import threading
 import time
+from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass
+from itertools import count
 from typing import Any
 
 import jax
@@ -20,7 +23,7 @@ from pagedjax.device.backend import choose_backend
 from pagedjax.device.kv_pool import PoolInfo, free_device_bytes, plan_pool
 from pagedjax.device.programs import num_compilations
 from pagedjax.device.runner import InFlight, PromptRows, Runner, StepOutput
-from pagedjax.errors import ConfigError, InvalidRequest, UnknownRequest
+from pagedjax.errors import ConfigError, EngineDead, InvalidRequest, UnknownRequest
 from pagedjax.host.allocator import KVUsage, PagedAllocator
 from pagedjax.host.plan import StepPlan
 from pagedjax.host.scheduler import Scheduler
@@ -128,7 +131,10 @@ class Engine:
         self._trackers: dict[str, RequestTracker] = {}
         self._by_seq: dict[int, RequestTracker] = {}
         self._in_flight: InFlight | None = None
-        self._undelivered: list[RequestOutput] = []
+        self._undelivered: dict[str, RequestOutput] = {}  # the latest state of each request
+        self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._lock = threading.RLock()
+        self._stepping = False
         self._num_requests = 0
         self._counters = _Counters(num_compilations(), 0)
 
@@ -156,12 +162,29 @@ class Engine:
             InvalidRequest: the prompt is empty, has ids outside the vocabulary, or the id is taken.
             RequestTooLong: the prompt is longer than the model or the whole pool allows.
         """
-        params = params or SamplingParams()
+        params = SamplingParams() if params is None else params
+        if not isinstance(params, SamplingParams):
+            raise InvalidRequest(f"params={params!r} must be SamplingParams")
+        if request_id is not None and not isinstance(request_id, str):
+            raise InvalidRequest(f"request_id={request_id!r} must be a string, or None")
         text, token_ids = self._read_prompt(prompt)
         self._check_tokens(token_ids, params)
+        with self._lock:
+            return self._add(text, token_ids, params, request_id, arrival_time)
+
+    def _add(
+        self,
+        text: str | None,
+        token_ids: tuple[int, ...],
+        params: SamplingParams,
+        request_id: str | None,
+        arrival_time: float | None,
+    ) -> str:
         number = self._num_requests
+        if request_id is None:  # a user may have taken any number
+            request_id = next(name for name in map(str, count(number)) if not self.is_unfinished(name))
         request = Request(
-            request_id=str(number) if request_id is None else request_id,
+            request_id=request_id,
             number=number,
             prompt_token_ids=token_ids,
             params=params,
@@ -185,19 +208,19 @@ class Engine:
         Raises:
             UnknownRequest: no unfinished request has this id.
         """
-        late = [output for output in self._undelivered if output.request_id == request_id]
-        self._undelivered = [output for output in self._undelivered if output.request_id != request_id]
-        if request_id in self._trackers:
-            self.scheduler.abort(request_id)
-            return self._close(self._trackers[request_id])
-        if late:  # it had ended, but nobody had been told
-            return late[-1]
+        with self._lock:
+            late = self._undelivered.pop(request_id, None)
+            if request_id in self._trackers:
+                self.scheduler.abort(request_id)
+                return self._close(self._trackers[request_id])
+        if late is not None:  # it had ended, but nobody had been told
+            return late
         known = ", ".join(list(self._trackers)[:8]) or "none"
         raise UnknownRequest(f"request {request_id!r} is not running or waiting; unfinished requests: {known}")
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether this request waits or runs, or its end has not been delivered."""
-        return request_id in self._trackers or any(output.request_id == request_id for output in self._undelivered)
+        return request_id in self._trackers or request_id in self._undelivered
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or a step's outputs have not been delivered."""
@@ -207,12 +230,17 @@ class Engine:
         if isinstance(prompt, str):
             if self.tokenizer is None:
                 raise InvalidRequest('this model came without a tokenizer: give {"prompt_token_ids": [...]}')
-            return prompt, tuple(self.tokenizer(prompt)["input_ids"])
+            try:
+                return prompt, tuple(self.tokenizer(prompt)["input_ids"])
+            except (TypeError, UnicodeError) as error:  # a lone surrogate, say
+                raise InvalidRequest(f"prompt={prompt[:80]!r} is no valid text: {error}") from None
         if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
             raise InvalidRequest(f'prompt={prompt!r} must be a string or {{"prompt_token_ids": [...]}}')
         unknown = set(prompt) - {"prompt_token_ids", "prompt"}
         if unknown:
-            raise InvalidRequest(f"prompt has unknown keys {sorted(unknown)}: allowed are prompt_token_ids and prompt")
+            raise InvalidRequest(
+                f"prompt has unknown keys {sorted(map(str, unknown))}: allowed are prompt_token_ids and prompt"
+            )
         try:
             return prompt.get("prompt"), tuple(map(_as_token_id, prompt["prompt_token_ids"]))
         except TypeError as error:
@@ -252,12 +280,57 @@ class Engine:
         Ctrl-C inside is delivered at the end; outputs that could then not be returned come with the next call.
 
         Returns:
-            The state of every request that has a new token or has ended; may be empty.
+            The state of every request that has a new token or has ended, but for those that `open_mailbox` was called
+            for; may be empty.
+
+        Raises:
+            EngineDead: a step before was cut short.
         """
-        with interrupts_deferred():
-            self._undelivered += self._step()
-        outputs, self._undelivered = self._undelivered, []
+        with self._lock:
+            self._advance()
+            outputs, self._undelivered = list(self._undelivered.values()), {}
         return outputs
+
+    def open_mailbox(self, request_id: str, every: bool) -> None:
+        """Keeps this request's outputs for `receive`, whoever makes the steps: many may wait for their own at a time.
+
+        Args:
+            request_id: of an unfinished request.
+            every: keep each of its outputs, or only the latest.
+        """
+        with self._lock:
+            early = self._undelivered.pop(request_id, None)
+            self._mailboxes[request_id] = deque(() if early is None else (early,), None if every else 1)
+
+    def receive(self, request_id: str) -> RequestOutput:
+        """The next output in a request's mailbox; makes steps until there is one. Raises EngineDead, UnknownRequest."""
+        while True:
+            with self._lock:
+                mailbox = self._mailboxes.get(request_id)
+                if mailbox:
+                    return mailbox.popleft()
+                if mailbox is None or request_id not in self._trackers:
+                    raise UnknownRequest(f"request {request_id!r} has ended, and its last output was received")
+                self._advance()
+
+    def close_mailbox(self, request_id: str) -> None:
+        """Forgets a mailbox, and ends its request if it has not ended."""
+        with self._lock:
+            if self._mailboxes.pop(request_id, None) is not None and request_id in self._trackers:
+                self.abort(request_id)
+
+    def _advance(self) -> None:
+        if self._stepping:
+            raise EngineDead("a step of this engine was cut short, so host and device disagree: make a new engine")
+        with interrupts_deferred():
+            self._stepping = True
+            for output in self._step():
+                mailbox = self._mailboxes.get(output.request_id)
+                if mailbox is None:
+                    self._undelivered[output.request_id] = output
+                else:
+                    mailbox.append(output)
+            self._stepping = False
 
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()

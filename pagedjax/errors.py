@@ -28,6 +28,10 @@ class UnknownRequest(PagedJaxError, KeyError):
         return str(self.args[0]) if self.args else ""
 
 
+class EngineDead(PagedJaxError):
+    """An engine whose last step was cut short (by an error, or a second Ctrl-C): host and device no longer agree."""
+
+
 class OutOfBlocks(PagedJaxError):
     """The pool has fewer free blocks than were asked for."""
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,20 +69,24 @@ class LLM:
             InvalidRequest: a prompt or its parameters cannot be served; nothing was started then.
             KeyboardInterrupt: on Ctrl-C; the prompts are aborted and the engine is ready for more.
         """
-        batch: list[Prompt] = [prompts] if isinstance(prompts, str | Mapping) else list(prompts)
+        batch = _as_list(prompts)
         each = _one_per_prompt(params, len(batch))
         ids: list[str] = []
-        outputs: dict[str, RequestOutput] = {}
         try:
             for prompt, p in zip(batch, each, strict=True):
                 ids.append(self.engine.add_request(prompt, p))
+                self.engine.open_mailbox(ids[-1], every=False)
             with tqdm(total=len(ids), desc="requests", unit="", disable=None if progress else True, leave=False) as bar:
-                for output in self._run(set(ids)):
-                    outputs[output.request_id] = output
-                    bar.update()
+                return [self._last_output(request_id, bar) for request_id in ids]
         finally:
-            self._abort_unfinished(ids)
-        return [outputs[request_id] for request_id in ids]
+            for request_id in ids:
+                self.engine.close_mailbox(request_id)
+
+    def _last_output(self, request_id: str, bar: Any) -> RequestOutput:
+        while not (output := self.engine.receive(request_id)).finished:
+            pass
+        bar.update()
+        return output
 
     def chat(
         self,
@@ -96,6 +100,8 @@ class LLM:
             messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
             params: as in `generate`.
         """
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise InvalidRequest(f"messages={messages!r} must be a list of messages, or a list of such lists")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         return self.generate([self.chat_prompt(conversation) for conversation in conversations], params, progress)
@@ -111,49 +117,64 @@ class LLM:
         if not messages:
             raise InvalidRequest("messages is empty: it must hold at least one message")
         for message in messages:
-            if not isinstance(message, Mapping) or not {"role", "content"} <= message.keys():
-                raise InvalidRequest(f'{message!r} is no chat message: it must be {{"role": ..., "content": ...}}')
+            if not isinstance(message, Mapping) or not all(
+                isinstance(message.get(k), str) for k in ("role", "content")
+            ):
+                raise InvalidRequest(f'{message!r} is no chat message: it must be {{"role": "...", "content": "..."}}')
         text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return {"prompt": text, "prompt_token_ids": token_ids}
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput]:
+    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
         """Yields the request's state after each of its tokens, text so far; ends with it.
 
-        Closing the generator early aborts the request. Requests added to the engine beside it advance with it.
+        Closing or dropping the stream early ends the request. Several streams may be read in any order, also from
+        different threads: each gets its own outputs.
         """
-        request_id = self.engine.add_request(prompt, params)
-        return self._stream(request_id)
+        return RequestStream(self.engine, self.engine.add_request(prompt, params))
 
-    def _stream(self, request_id: str) -> Generator[RequestOutput]:
-        try:
-            while self.engine.has_unfinished():
-                for output in self.engine.step():
-                    if output.request_id == request_id:
-                        yield output
-                        if output.finished:
-                            return
-        finally:
-            self._abort_unfinished([request_id])
 
-    def _run(self, request_ids: set[str]) -> Generator[RequestOutput]:
-        """Steps until all of `request_ids` have finished; yields their final outputs as they do."""
-        left = set(request_ids)
-        while left:
-            for output in self.engine.step():
-                if output.finished and output.request_id in left:
-                    left.discard(output.request_id)
-                    yield output
+class RequestStream(Iterator[RequestOutput]):
+    """The states of one request, one a token; see `LLM.stream`."""
 
-    def _abort_unfinished(self, request_ids: list[str]) -> None:
-        for request_id in request_ids:
-            if self.engine.is_unfinished(request_id):
-                self.engine.abort(request_id)
+    def __init__(self, engine: Engine, request_id: str) -> None:
+        self.request_id = request_id
+        self._engine = engine
+        self._open = True
+        engine.open_mailbox(request_id, every=True)
+
+    def __next__(self) -> RequestOutput:
+        """The next state, after as many steps as it takes."""
+        if not self._open:
+            raise StopIteration
+        output = self._engine.receive(self.request_id)
+        if output.finished:
+            self.close()
+        return output
+
+    def close(self) -> None:
+        """Ends the request, if it has not ended."""
+        if self._open:
+            self._open = False
+            self._engine.close_mailbox(self.request_id)
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _as_list(prompts: Any) -> list[Prompt]:
+    if isinstance(prompts, str | Mapping):
+        return [prompts]
+    if not isinstance(prompts, Iterable):
+        raise InvalidRequest(f"prompts={prompts!r} must be a prompt or a list of prompts")
+    return list(prompts)
 
 
 def _one_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
+    if not isinstance(params, list | tuple):
+        raise InvalidRequest(f"params={params!r} must be SamplingParams, or a list of one per prompt")
     if len(params) != num_prompts:
         raise InvalidRequest(f"{len(params)} SamplingParams for {num_prompts} prompts: give one, or one per prompt")
     return list(params)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from pagedjax.detokenizer import Detokenizer, cut_at_stop, num_held_chars
@@ -116,7 +117,7 @@ class RequestTracker:
             outputs=[completion],
             finished=finished,
             prompt_logprobs=None if self._prompt_logprobs is None else list(self._prompt_logprobs),
-            metrics=self.metrics,
+            metrics=replace(self.metrics),
         )
 
     def _entry(self, token_id: int, row: RowLogprobs, limit: int) -> dict[int, Logprob]:

@@ -6,11 +6,11 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from types import MappingProxyType
 
 from pagedjax.errors import InvalidRequest
 
 MAX_LOGPROBS = 20
+LARGEST = 1e6  # of temperatures, penalties and biases, in absolute value
 
 
 def _check(ok: bool, name: str, given: object, allowed: str) -> None:
@@ -23,7 +23,15 @@ def _is_int(value: object) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+    """Whether it is a number with room to spare in float32, as which the device computes."""
+    return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
+
+
+def _as_tuple(name: str, value: object) -> tuple[object, ...]:
+    if value is None:
+        return ()
+    _check(isinstance(value, tuple | list | set | frozenset), name, value, "a list or tuple")
+    return tuple(value)  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,11 +77,14 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
+        stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
+        object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if self.logit_bias is not None:
-            object.__setattr__(self, "logit_bias", MappingProxyType(dict(self.logit_bias)))
+            allowed = "None or a dictionary {token id: bias}"
+            _check(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, allowed)
+            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+        _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         self._check_counts()
         self._check_filters()
         self._check_penalties()
@@ -111,7 +122,12 @@ class SamplingParams:
         )
 
     def _check_filters(self) -> None:
-        _check(_is_number(self.temperature) and self.temperature >= 0, "temperature", self.temperature, "at least 0")
+        _check(
+            _is_number(self.temperature) and self.temperature >= 0,
+            "temperature",
+            self.temperature,
+            f"a number from 0 to {LARGEST:g}",
+        )
         _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer of at least 0 (0 keeps all)")
         _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _check(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
@@ -121,14 +137,14 @@ class SamplingParams:
             value = getattr(self, name)
             _check(_is_number(value) and -2 <= value <= 2, name, value, "in [-2, 2]")
         _check(
-            _is_number(self.repetition_penalty) and self.repetition_penalty > 0,
+            _is_number(self.repetition_penalty) and self.repetition_penalty >= 1 / LARGEST,
             "repetition_penalty",
             self.repetition_penalty,
-            "above 0",
+            f"a number from {1 / LARGEST:g} to {LARGEST:g}",
         )
         for token, bias in (self.logit_bias or {}).items():
             _check(_is_int(token) and token >= 0, "logit_bias key", token, "a token id, an integer of at least 0")
-            _check(_is_number(bias), f"logit_bias[{token}]", bias, "a finite number")
+            _check(_is_number(bias), f"logit_bias[{token}]", bias, f"a number from {-LARGEST:g} to {LARGEST:g}")
 
     def _check_stops(self) -> None:
         for text in self.stop:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import sys
 import time
-from collections.abc import Generator
 from contextlib import closing
 from typing import TYPE_CHECKING
 
@@ -15,7 +14,7 @@ from pagedjax.cli.flags import add_model_flags, add_sampling_flags, engine_confi
 from pagedjax.request import RequestOutput, SamplingParams
 
 if TYPE_CHECKING:
-    from pagedjax.llm import LLM
+    from pagedjax.llm import LLM, RequestStream
 
 
 def add_command(commands: argparse._SubParsersAction) -> None:
@@ -54,7 +53,7 @@ def failure(output: RequestOutput) -> str | None:
     return f"request {output.request_id}: {completion.stop_reason}" if completion.finish_reason == "error" else None
 
 
-def print_stream(stream: Generator[RequestOutput]) -> tuple[RequestOutput | None, bool]:
+def print_stream(stream: RequestStream) -> tuple[RequestOutput | None, bool]:
     """Prints one request's text as it grows, and a line end. Returns its last state, and whether Ctrl-C cut it."""
     last, interrupted = None, False
     with closing(stream):  # which aborts the request, if it is not done
