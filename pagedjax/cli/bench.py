@@ -14,6 +14,7 @@ from pagedjax.cli.flags import (
     add_model_flags,
     add_sampling_flags,
     engine_config,
+    natural_int,
     positive_int,
     sampling_fields,
 )
@@ -39,7 +40,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "--num-requests", type=positive_int, default=32, metavar="INT", help="in the workload (default: 32)"
     )
     parser.add_argument(
-        "--seed", type=int, default=0, metavar="INT", help="of the workload's lengths and tokens (default: 0)"
+        "--seed", type=natural_int, default=0, metavar="INT", help="of the workload's lengths and tokens (default: 0)"
     )
     parser.add_argument(
         "--repeats", type=positive_int, default=3, metavar="INT", help="passes; the median is shown (default: 3)"

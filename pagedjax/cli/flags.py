@@ -58,6 +58,14 @@ def positive_int(text: str) -> int:
     return value
 
 
+def natural_int(text: str) -> int:
+    """An integer of at least 0, for argparse."""
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"{value} is not at least 0")
+    return value
+
+
 def _names(cls: type) -> list[str]:
     return [field.name for field in fields(cls)]
 

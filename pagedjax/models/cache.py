@@ -14,7 +14,16 @@ from filelock import FileLock, Timeout
 
 from pagedjax.errors import DownloadError
 
-_NOT_WRITABLE = (errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.EEXIST)
+_NOT_WRITABLE = (
+    errno.ENOENT,
+    errno.EACCES,
+    errno.EPERM,
+    errno.EROFS,
+    errno.ENOSPC,
+    errno.EDQUOT,
+    errno.ENOTDIR,
+    errno.EEXIST,
+)
 
 
 def cache_home() -> Path:

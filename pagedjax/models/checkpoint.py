@@ -115,7 +115,7 @@ def read_manifest(folder: Path) -> Manifest:
                 f"version {FORMAT_VERSION}"
             )
         manifest = Manifest(data["source"], _config(data["config"]), data["tensors"], data["files"])
-    except FileNotFoundError as error:
+    except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or none") from error
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
