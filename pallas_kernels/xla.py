@@ -6,18 +6,22 @@ tokens at fixed positions, with an online softmax in float32, only as far as the
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
 from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.constants import MASKED
+from pallas_kernels.ragged import decode_singles
 
 TILE = 128  # tokens of the KV axis; half of it means twice as many small operations, 2 to 3 % of a step
 QUERY_ROWS = 64  # query tokens of one sequence that are attended together
 DECODE_ROWS = 8  # sequences that are decoded together
+
+Scale = Float[Array, "blocks kv_heads block_size"]
 
 
 def paged_decode(
@@ -30,14 +34,17 @@ def paged_decode(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-) -> Float[Array, "seqs heads head_dim"]:
-    """One query token per sequence, the last of its `seq_lens` tokens.
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+) -> tuple[Float[Array, "seqs heads head_dim"], Float[Array, "seqs heads"]]:
+    """One query token per sequence, the last of its `seq_lens` tokens; and the log-sum-exp of its scores.
 
     Sequences of like length are decoded together, so that the work follows the tokens there are and rows of length 0
     cost nothing.
     """
     seqs, heads, head_dim = q.shape
     kv_heads = k_pool.shape[1]
+    pools = _Pools(k_pool, v_pool, k_scale, v_scale)
     rows = min(DECODE_ROWS, seqs)
     lens = jnp.pad(seq_lens, (0, -seqs % rows))
     order = jnp.argsort(-lens)
@@ -50,15 +57,17 @@ def paged_decode(
         begins = jnp.zeros_like(ends) if sliding_window is None else jnp.maximum(ends - sliding_window, 0)
 
         def step(tile, state):
-            k, v, seen = _read_tile(k_pool, v_pool, block_tables, seq_ids, tile, begins, ends)
+            k, v, seen = _read_tile(pools, block_tables, seq_ids, tile, begins, ends)
             return _attend_tile(state, queries[i], k, v, jnp.repeat(seen, kv_heads, axis=0)[:, None], soft_cap)
 
         first = jnp.where(ends > 0, begins, ends[0]).min() // TILE
         state = lax.fori_loop(first, _cdiv(ends[0], TILE), step, _Softmax.start(*shape[1:]))
-        return lax.dynamic_update_index_in_dim(out, state.finish(), i, 0)
+        return tuple(lax.dynamic_update_index_in_dim(a, b, i, 0) for a, b in zip(out, state.finish(), strict=True))
 
-    out = lax.fori_loop(0, _cdiv((lens > 0).sum(), rows), attend, jnp.zeros_like(queries))
-    return out.reshape(-1, heads, head_dim)[jnp.argsort(order)[:seqs]].astype(q.dtype)
+    nothing = jnp.zeros_like(queries), jnp.full(queries.shape[:-1], MASKED, jnp.float32)
+    out, lse = lax.fori_loop(0, _cdiv((lens > 0).sum(), rows), attend, nothing)
+    back = jnp.argsort(order)[:seqs]
+    return out.reshape(-1, heads, head_dim)[back].astype(q.dtype), lse.reshape(-1, heads)[back]
 
 
 def paged_attention(
@@ -72,24 +81,22 @@ def paged_attention(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
-    decode: Callable[..., Array] = paged_decode,
-) -> Float[Array, "tokens heads head_dim"]:
+    k_scale: Scale | None = None,
+    v_scale: Scale | None = None,
+    decode: Callable[..., Any] | None = None,
+) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
     """Ragged: prefill chunks and decodes in one call, causal; a sequence's queries are its last tokens.
 
-    Sequences with a single query token go through `decode` together.
+    Sequences with a single query token are decoded together.
     """
     tokens = len(q)
     options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
-    query_lens = jnp.diff(query_start_loc)
-    rows = q.at[query_start_loc[:-1]].get(mode="clip")
-    decoded = decode(rows, k_pool, v_pool, block_tables, jnp.where(query_lens == 1, seq_lens, 0), **options)
-    seq = (query_start_loc[1:] <= jnp.arange(tokens)[:, None]).sum(axis=1)
-    alone = query_lens.at[seq].get(mode="fill", fill_value=0) == 1
-    out = jnp.where(alone[:, None, None], decoded.at[seq].get(mode="clip"), 0)
+    decode = functools.partial(decode or paged_decode, **options, k_scale=k_scale, v_scale=v_scale)
+    out = decode_singles(decode, q, k_pool, v_pool, block_tables, seq_lens, query_start_loc)
     if tokens == 1:
         return out
     chunks = _Chunks.plan(seq_lens, query_start_loc, tokens)
-    return _attend_chunks(out, q, k_pool, v_pool, block_tables, chunks, **options)
+    return _attend_chunks(out, q, _Pools(k_pool, v_pool, k_scale, v_scale), block_tables, chunks, **options)
 
 
 class _Softmax(NamedTuple):
@@ -104,8 +111,19 @@ class _Softmax(NamedTuple):
         zeros = jnp.zeros((batch, rows), jnp.float32)
         return cls(jnp.zeros((batch, rows, head_dim), jnp.float32), zeros + MASKED, zeros)
 
-    def finish(self) -> Float[Array, "batch rows head_dim"]:
-        return self.out / jnp.where(self.total > 0, self.total, 1)[..., None]
+    def finish(self) -> tuple[Float[Array, "batch rows head_dim"], Float[Array, "batch rows"]]:
+        """The attention and its log-sum-exp: zeros and MASKED for a row without keys."""
+        total = jnp.where(self.total > 0, self.total, 1)
+        return self.out / total[..., None], jnp.where(self.total > 0, self.top + jnp.log(total), MASKED)
+
+
+class _Pools(NamedTuple):
+    """The pools and, where they are quantised, their scales."""
+
+    k: Float[Array, "blocks kv_heads block_size head_dim"]
+    v: Float[Array, "blocks kv_heads block_size head_dim"]
+    k_scale: Scale | None
+    v_scale: Scale | None
 
 
 class _Chunks(NamedTuple):
@@ -140,20 +158,19 @@ class _Chunks(NamedTuple):
 
 
 def _attend_chunks(
-    out: Float[Array, "tokens heads head_dim"],
+    out: tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]],
     q: Float[Array, "tokens heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    pools: _Pools,
     block_tables: Int[Array, "seqs max_blocks"],
     chunks: _Chunks,
     *,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-) -> Float[Array, "tokens heads head_dim"]:
-    """`out` with the tokens of `chunks` filled in."""
+) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
+    """`out`, attention and log-sum-exp, with the tokens of `chunks` filled in."""
     rows, heads, head_dim = chunks.rows, *q.shape[1:]
-    kv_heads = k_pool.shape[1]
+    kv_heads = pools.k.shape[1]
     group = heads // kv_heads
 
     def attend(i, out):
@@ -165,7 +182,7 @@ def _attend_chunks(
         queries = queries.reshape(kv_heads, group * rows, head_dim)
 
         def step(tile, state):
-            k, v, _ = _read_tile(k_pool, v_pool, block_tables, chunks.seq[i, None], tile, begin[None], last[None] + 1)
+            k, v, _ = _read_tile(pools, block_tables, chunks.seq[i, None], tile, begin[None], last[None] + 1)
             key = tile * TILE + jnp.arange(TILE)
             keep = key <= position[:, None]
             if sliding_window is not None:
@@ -173,26 +190,30 @@ def _attend_chunks(
             return _attend_tile(state, queries, k, v, jnp.tile(keep, (group, 1))[None], soft_cap)
 
         state = lax.fori_loop(begin // TILE, last // TILE + 1, step, _Softmax.start(*queries.shape))
-        new = state.finish().reshape(kv_heads, group, rows, head_dim).transpose(2, 0, 1, 3)
-        old = lax.dynamic_slice_in_dim(out, chunks.slice_start[i], rows)
-        own = ((position >= first) & (position <= last))[:, None, None]
-        new = jnp.where(own, new.reshape(old.shape).astype(out.dtype), old)
-        return lax.dynamic_update_slice_in_dim(out, new, chunks.slice_start[i], 0)
+        own = (position >= first) & (position <= last)
+
+        def put(all_tokens, new):
+            new = jnp.moveaxis(new.reshape(kv_heads, group, rows, -1), 2, 0)
+            old = lax.dynamic_slice_in_dim(all_tokens, chunks.slice_start[i], rows)
+            mask = own.reshape(-1, *[1] * (old.ndim - 1))
+            new = jnp.where(mask, new.reshape(old.shape).astype(old.dtype), old)
+            return lax.dynamic_update_slice_in_dim(all_tokens, new, chunks.slice_start[i], 0)
+
+        return tuple(put(a, b) for a, b in zip(out, state.finish(), strict=True))
 
     return lax.fori_loop(0, chunks.count, attend, out)
 
 
 def _read_tile(
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    pools: _Pools,
     block_tables: Int[Array, "seqs max_blocks"],
     seq_ids: Int[Array, " rows"],
     tile: Int[Array, ""],
     begins: Int[Array, " rows"],
     ends: Int[Array, " rows"],
 ) -> tuple[
-    Float[Array, "rows*kv_heads tile head_dim"],
-    Float[Array, "rows*kv_heads tile head_dim"],
+    Float[Array, "pairs tile head_dim"],
+    Float[Array, "pairs tile head_dim"],
     Bool[Array, "rows tile"],
 ]:
     """K and V of one tile of some sequences, in float32, and which of its positions lie in [begins, ends).
@@ -201,7 +222,7 @@ def _read_tile(
     time, at most a tile long. The copy stands in a branch of its own because XLA:CPU would otherwise fuse it with the
     reshape behind it, and then copy number by number, at half the speed.
     """
-    num_blocks, kv_heads, block_size, head_dim = k_pool.shape
+    num_blocks, kv_heads, block_size, head_dim = pools.k.shape
     run = min(block_size, TILE)
     parts = block_size // run
     runs = tile * (TILE // run) + jnp.arange(TILE // run)
@@ -212,16 +233,20 @@ def _read_tile(
     seen = (position >= begins[:, None]) & (position < ends[:, None])
 
     def copy(pool):
-        return pool.reshape(-1, run * head_dim).at[index].get(mode="promise_in_bounds")
+        return pool.reshape(num_blocks * kv_heads * parts, -1).at[index].get(mode="promise_in_bounds")
 
     def copy_seen():
         wide = (len(seq_ids), kv_heads, TILE // run, run, head_dim)
         mask = jnp.broadcast_to(seen.reshape(-1, 1, TILE // run, run, 1), wide).reshape(-1, run * head_dim)
-        return copy(k_pool), jnp.where(mask, copy(v_pool), 0)
+        return copy(pools.k), jnp.where(mask, copy(pools.v), 0)
 
     all_seen = (begins.max() <= position[0]) & (position[-1] < ends.min())
-    k, v = lax.cond(all_seen, lambda: (copy(k_pool), copy(v_pool)), copy_seen)
+    k, v = lax.cond(all_seen, lambda: (copy(pools.k), copy(pools.v)), copy_seen)
     k, v = (x.reshape(-1, TILE, head_dim).astype(jnp.float32) for x in (k, v))
+    if pools.k_scale is not None:
+        k_scale, v_scale = (copy(x).reshape(-1, TILE) for x in (pools.k_scale, pools.v_scale))
+        v_scale = jnp.where(jnp.repeat(seen, kv_heads, axis=0), v_scale, 0)
+        k, v = k * k_scale[..., None], v * v_scale[..., None]
     return k, v, seen
 
 
@@ -242,6 +267,58 @@ def _attend_tile(
     decay = jnp.exp(state.top - top)
     out = state.out * decay[..., None] + jnp.einsum("bqt,btd->bqd", weights, v, precision="highest")
     return _Softmax(out, top, state.total * decay + weights.sum(axis=-1))
+
+
+def flash_attention(
+    q: Float[Array, "batch q_len heads head_dim"],
+    k: Float[Array, "batch kv_len kv_heads head_dim"],
+    v: Float[Array, "batch kv_len kv_heads head_dim"],
+    kv_lens: Int[Array, " batch"] | None,
+    *,
+    causal: bool,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+) -> Float[Array, "batch q_len heads head_dim"]:
+    """Contiguous: tiles of 64 queries against tiles of 128 keys, all sequences of the batch together."""
+    batch, q_len, heads, head_dim = q.shape
+    kv_len, kv_heads = k.shape[1:3]
+    group, rows, width = heads // kv_heads, min(QUERY_ROWS, q_len), min(TILE, kv_len)
+    lens = jnp.full(batch, kv_len) if kv_lens is None else kv_lens
+    pieces = -(-q_len // rows)
+
+    def attend(i, out):
+        start = jnp.minimum(i * rows, q_len - rows)  # a last piece that overlaps the one before repeats its rows
+        queries = lax.dynamic_slice_in_dim(q, start, rows, axis=1).astype(jnp.float32) * scale
+        queries = queries.reshape(batch, rows, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+        queries = queries.reshape(batch * kv_heads, group * rows, head_dim)
+        last = jnp.arange(rows) + start + (lens - q_len)[:, None] if causal else (lens - 1)[:, None]
+
+        def step(tile, state):
+            first = jnp.minimum(tile * width, kv_len - width)
+            position = first + jnp.arange(width)
+            fresh = position >= tile * width
+            own = fresh & (position < lens[:, None])
+
+            def read(x):
+                part = lax.dynamic_slice_in_dim(x, first, width, axis=1).astype(jnp.float32)
+                return part.transpose(0, 2, 1, 3).reshape(batch * kv_heads, width, head_dim)
+
+            values = jnp.where(jnp.repeat(own, kv_heads, axis=0)[..., None], read(v), 0)
+            keep = own[:, None] & (position <= last[..., None])
+            if sliding_window is not None:
+                keep &= position > last[..., None] - sliding_window
+            keep = jnp.repeat(jnp.tile(keep, (1, group, 1)), kv_heads, axis=0)
+            return _attend_tile(state, queries, read(k), values, keep, soft_cap)
+
+        begin = jnp.zeros((), jnp.int32) if sliding_window is None else jnp.maximum(last.min() - sliding_window + 1, 0)
+        end = _cdiv(jnp.minimum(lens.max(), last.max() + 1), width)
+        state = lax.fori_loop(begin // width, end, step, _Softmax.start(*queries.shape))
+        new = state.finish()[0].reshape(batch, kv_heads, group, rows, head_dim).transpose(0, 3, 1, 2, 4)
+        new = new.reshape(batch, rows, heads, head_dim).astype(q.dtype)
+        return lax.dynamic_update_slice_in_dim(out, new, start, axis=1)
+
+    return lax.fori_loop(0, pieces, attend, jnp.zeros_like(q))
 
 
 def _cdiv(a: Array, b: int) -> Array:

@@ -15,7 +15,8 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.constants import MASKED
+from pallas_kernels.constants import MASKED, TILE
+from pallas_kernels.merge import merge_partials
 
 try:
     from jax.experimental.pallas import triton as plgpu
@@ -24,21 +25,10 @@ except ImportError as missing:
         f"JAX {jax.__version__} has no Triton backend in Pallas; the backends 'xla' and 'reference' need none"
     ) from missing
 
-TILE = 64  # tokens of the KV axis
 TILES_PER_SPLIT = 8
 MIN_ROWS = 16  # of a tensor-core tile: smaller query groups are padded
 MAX_HEAD_DIM = 256
 LOG2E = math.log2(math.e)
-
-
-def unsupported(q: Array, k_pool: Array) -> str | None:
-    """Why these arguments, good ones for other backends, cannot be taken here; None if they can."""
-    head_dim = q.shape[-1]
-    if head_dim > MAX_HEAD_DIM:
-        return f"head_dim is {head_dim}; the Triton kernel takes at most {MAX_HEAD_DIM}"
-    if k_pool.size >= 2**31:
-        return f"the pool holds {k_pool.size} numbers; the Triton kernel addresses fewer than 2**31"
-    return None
 
 
 def paged_decode(
@@ -51,8 +41,10 @@ def paged_decode(
     scale: float,
     sliding_window: int | None = None,
     soft_cap: float | None = None,
+    k_scale: Float[Array, "blocks kv_heads block_size"] | None = None,
+    v_scale: Float[Array, "blocks kv_heads block_size"] | None = None,
     interpret: bool = False,
-) -> Float[Array, "seqs heads head_dim"]:
+) -> tuple[Float[Array, "seqs heads head_dim"], Float[Array, "seqs heads"]]:
     """One query token per sequence, the last of its `seq_lens` tokens; zeros for a row of length 0.
 
     Products are taken in the wider of the dtypes of `q` and the pools, float32 ones in full (no TF32).
@@ -90,17 +82,10 @@ def paged_decode(
         block_tables.reshape(-1),
         seq_lens,
     )
-    out = _merge(out.reshape(splits, -1, head_dim), top.reshape(splits, -1), total.reshape(splits, -1))
-    return out.reshape(q.shape).astype(q.dtype)
-
-
-def _merge(
-    out: Float[Array, "splits rows head_dim"], top: Float[Array, "splits rows"], total: Float[Array, "splits rows"]
-) -> Float[Array, "rows head_dim"]:
-    """One softmax out of the splits' own; `top` is in units of log 2."""
-    weight = jnp.exp2(top - top.max(axis=0))
-    total = (total * weight).sum(axis=0)
-    return (out * weight[..., None]).sum(axis=0) / jnp.where(total > 0, total, 1)[:, None]
+    lse = jnp.where(total > 0, (top + jnp.log2(jnp.where(total > 0, total, 1))) / LOG2E, MASKED)
+    out = out / jnp.where(total > 0, total, 1)[:, None]
+    out, lse = merge_partials(out.reshape(splits, -1, head_dim), lse.reshape(splits, -1))
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(seqs, heads)
 
 
 def _kernel(

@@ -1,0 +1,41 @@
+"""One softmax out of several partial ones, by their log-sum-exp."""
+
+from __future__ import annotations
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from pallas_kernels.constants import MASKED
+
+
+def merge_partials(
+    outs: Float[Array, "parts ... head_dim"], lses: Float[Array, "parts ..."]
+) -> tuple[Float[Array, "... head_dim"], Float[Array, ...]]:
+    """Attention over a set of keys out of attention over its parts: splits of the KV axis, or a shared prefix.
+
+    Args:
+        outs: each part's own attention, normalised.
+        lses: natural logarithm of each part's sum of exp(score), float32; for a part without keys `MASKED` (-1e30) or
+            -inf, and what `outs` holds there counts for nothing, NaN included.
+
+    Returns:
+        The attention over all keys in the dtype of `outs`, zeros where no part has a key; and its log-sum-exp, which
+        is `MASKED` there.
+
+    Raises:
+        ValueError: shapes that do not fit.
+    """
+    if outs.ndim < 1 or outs.shape[:-1] != lses.shape or 0 in lses.shape[:1] or not lses.ndim:
+        raise ValueError(
+            f"outs is {outs.shape} and lses is {lses.shape}; they must be [parts, ..., head_dim] and [parts, ...], "
+            "with one part at least"
+        )
+    lses = lses.astype(jnp.float32)
+    has_keys = lses > MASKED / 2
+    top = jnp.where(has_keys, lses, MASKED).max(axis=0)
+    weights = jnp.where(has_keys, jnp.exp(jnp.where(has_keys, lses, 0) - jnp.where(top > MASKED / 2, top, 0)), 0)
+    total = weights.sum(axis=0)
+    wide = jnp.where(has_keys[..., None], outs.astype(jnp.float32), 0)
+    out = (wide * weights[..., None]).sum(axis=0) / jnp.where(total > 0, total, 1)[..., None]
+    lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), MASKED)
+    return out.astype(outs.dtype), lse
