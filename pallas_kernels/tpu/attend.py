@@ -18,8 +18,8 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
-from pallas_kernels.constants import MASKED, QUANTIZED
-from pallas_kernels.tpu.config import LANES, Config
+from pallas_kernels.tpu.config import Config
+from pallas_kernels.tpu.softmax import Softmax, product
 
 
 class Items(NamedTuple):
@@ -78,14 +78,21 @@ def attend(
 
         return pl.BlockSpec((1, heads, lines, width), index)
 
+    max_blocks = block_tables.shape[1]
+
+    def of_table(ahead: bool) -> pl.BlockSpec:
+        def index(head, item, count, tile, seq, first_row, num_rows, first_position, following):
+            reader = jnp.minimum(following[item + 1], num_items - 1) if ahead else item
+            return seq[reader], 0, 0
+
+        return pl.BlockSpec((1, 1, max_blocks), index, memory_space=pltpu.SMEM)
+
     in_hbm = pl.BlockSpec(memory_space=pl.ANY)
     buffer = pltpu.VMEM((2, heads, config.kv_tokens, head_dim), k_pool.dtype)
-    softmax = pltpu.VMEM((heads, rows, LANES), jnp.float32)
     body = functools.partial(
         _kernel,
         config=config,
         block_size=block_size,
-        max_blocks=block_tables.shape[1],
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
@@ -94,19 +101,17 @@ def attend(
     out, lse = pl.pallas_call(
         body,
         grid_spec=pltpu.PrefetchScalarGridSpec(
-            num_scalar_prefetch=len(items) + 2,
+            num_scalar_prefetch=len(items) + 1,
             grid=(kv_heads // heads, num_items),
-            in_specs=[of_tile(head_dim, rows), *[in_hbm] * (2 + len(scales))],
+            in_specs=[of_table(False), of_table(True), of_tile(head_dim, rows), *[in_hbm] * (2 + len(scales))],
             out_specs=(of_tile(head_dim, rows), of_tile(rows, 1)),
             scratch_shapes=[
                 buffer,
                 buffer,
-                *[pltpu.VMEM((2, config.kv_tokens // block_size, heads, block_size), jnp.float32)] * len(scales),
+                *[pltpu.VMEM((2, config.kv_tokens // block_size, kv_heads, block_size), jnp.float32)] * len(scales),
                 pltpu.SemaphoreType.DMA((2,)),
                 pltpu.SMEM((1,), jnp.int32),
-                softmax,
-                softmax,
-                pltpu.VMEM((heads, rows, head_dim), jnp.float32),
+                *Softmax.scratch((heads, rows), head_dim),
             ],
         ),
         out_shape=(
@@ -116,26 +121,26 @@ def attend(
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "arbitrary")),
         interpret=interpret,
         name=name,
-    )(*items, following, block_tables.reshape(-1), q, k_pool, v_pool, *scales)
+    )(*items, following, *[block_tables[:, None]] * 2, q, k_pool, v_pool, *scales)
     return out, lse[:, :, 0]
 
 
 def _kernel(
-    count_ref,  # i32[1], as all that follows down to the table in scalar memory
+    count_ref,  # i32[1], as all that follows down to the tables in scalar memory
     tile_ref,  # [items]
     seq_ref,  # [items]
     first_row_ref,  # [items]
     num_rows_ref,  # [items]
     first_position_ref,  # [items]
     following_ref,  # [items + 1]
-    table_ref,  # [seqs * max_blocks]
+    table_ref,  # [1, 1, max_blocks], this item's
+    next_table_ref,  # the same of the next item that reads K and V
     q_ref,  # [1, heads, rows, head_dim], this tile's queries
     k_pool_ref,  # [blocks, kv_heads, block_size, head_dim], in HBM
     v_pool_ref,  # the same
     *refs,
     config: Config,
     block_size: int,
-    max_blocks: int,
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
@@ -143,8 +148,11 @@ def _kernel(
 ):
     scale_pools, refs = (refs[:2], refs[2:]) if quantized else ((), refs)  # [blocks, kv_heads, block_size], in HBM
     out_ref, lse_ref, k_ref, v_ref, *refs = refs  # [1, heads, rows, head_dim], [1, heads, 1, rows]; the buffers
-    scale_refs, refs = (refs[:2], refs[2:]) if quantized else ((), refs)  # [2, kv_tokens/block_size, heads, block_size]
-    arrived, slot_ref, top_ref, total_ref, acc_ref = refs  # semaphores[2], i32[1], [heads, rows, 128] x 2, and of d
+    scale_refs, refs = (
+        (refs[:2], refs[2:]) if quantized else ((), refs)
+    )  # [2, kv_tokens/block_size, kv_heads, block_size]
+    arrived, slot_ref, *state = refs  # semaphores[2], i32[1]
+    softmax = Softmax(*state)  # of [heads, rows]
     heads, rows, step_tokens = config.kv_heads, q_ref.shape[2], config.kv_tokens
     num_items = seq_ref.shape[0]
     head = pl.program_id(0) * heads
@@ -157,22 +165,21 @@ def _kernel(
         begin = 0 if sliding_window is None else jnp.maximum(first_position_ref[item] - sliding_window + 1, 0)
         return begin, jnp.where(num_rows_ref[item] > 0, end, 0)
 
-    def move(item, step, slot, act):
+    def move(table, item, step, slot, act):
         """Starts, or waits for, the DMA of each block that a step of an item reads."""
         begin, end = span(item)
         first = jnp.maximum(lax.div(begin, block_size), step * blocks_per_step)
         last = jnp.minimum(pl.cdiv(end, block_size), (step + 1) * blocks_per_step)
 
         def one_block(i, _):
-            block = table_ref[seq_ref[item] * max_blocks + i]
+            block = table[0, 0, i]
             place = i - step * blocks_per_step
             tokens = pl.ds(pl.multiple_of(place * block_size, block_size), block_size)
             for pool, buffer in ((k_pool_ref, k_ref), (v_pool_ref, v_ref)):
                 source = pool.at[block, pl.ds(head, heads)]
                 act(pltpu.make_async_copy(source, buffer.at[slot, :, tokens], arrived.at[slot]))
             for pool, buffer in zip(scale_pools, scale_refs, strict=True):
-                source = pool.at[block, pl.ds(head, heads)]
-                act(pltpu.make_async_copy(source, buffer.at[slot, place], arrived.at[slot]))
+                act(pltpu.make_async_copy(pool.at[block], buffer.at[slot, place], arrived.at[slot]))
             return 0
 
         lax.fori_loop(first, last, one_block, 0)
@@ -180,17 +187,20 @@ def _kernel(
     def first_step(item):
         return lax.div(span(item)[0], step_tokens)
 
-    def fetch(item, step, slot):
-        pl.when(item < num_items)(lambda: move(item, step, slot, lambda copy: copy.start()))
+    def fetch(table, item, step, slot):
+        move(table, item, step, slot, lambda copy: copy.start())
 
-    def first_fetch(item, slot):
-        safe = jnp.minimum(item, num_items - 1)
-        pl.when(item < num_items)(lambda: move(safe, first_step(safe), slot, lambda copy: copy.start()))
+    def fetch_next(slot):
+        """The first step of the next item that reads K and V, if there is one."""
+        reader = following_ref[item + 1]
+        pl.when(reader < num_items)(lambda: fetch(next_table_ref, reader, first_step(reader), slot))
 
     @pl.when(item == 0)
     def _():
         slot_ref[0] = 0
-        first_fetch(following_ref[0], 0)
+        empty = num_rows_ref[0] == 0
+        pl.when(empty)(lambda: fetch_next(0))
+        pl.when(jnp.logical_not(empty))(lambda: fetch(table_ref, 0, first_step(0), 0))
 
     begin, end = span(item)
     first, last = first_step(item), pl.cdiv(end, step_tokens)
@@ -203,7 +213,7 @@ def _kernel(
             v_ref[slot, i] = jnp.where(keep, v_ref[slot, i].astype(jnp.float32), 0).astype(v_ref.dtype)
 
     def attend_head(i, step, slot):
-        product = functools.partial(_product, q_ref.dtype, k_ref.dtype)
+        multiply = functools.partial(product, q_ref.dtype, k_ref.dtype)
         row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % config.query_tokens - first_row_ref[item]
         inside = (row >= 0) & (row < num_rows_ref[item])
         query = jnp.where(inside, first_position_ref[item] + row, -1)
@@ -211,41 +221,31 @@ def _kernel(
         seen = key <= query
         if sliding_window is not None:
             seen &= key > query - sliding_window
-        scores = product(q_ref[0, i], k_ref[slot, i], (1, 1)) * scale
+        scores = multiply(q_ref[0, i], k_ref[slot, i], (1, 1)) * scale
         if quantized:
-            scores *= _scales(scale_refs[0], slot, i)
+            scores = scores * _scales(scale_refs[0], slot, head + i)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
-        scores = jnp.where(seen, scores, MASKED)
-        old_top = top_ref[i, :, :1]
-        new_top = jnp.maximum(old_top, scores.max(axis=1, keepdims=True))
-        weights = jnp.where(seen, jnp.exp(scores - new_top), 0)
-        decay = jnp.exp(old_top - new_top)
-        total = total_ref[i, :, :1] * decay + weights.sum(axis=1, keepdims=True)
-        if quantized:
-            weights = jnp.where(seen, weights * _scales(scale_refs[1], slot, i), 0)
-        acc_ref[i] = acc_ref[i] * decay + product(weights, v_ref[slot, i], (1, 0))
-        top_ref[i] = jnp.broadcast_to(new_top, (rows, LANES))
-        total_ref[i] = jnp.broadcast_to(total, (rows, LANES))
+
+        def weigh(weights):
+            if quantized:
+                weights = jnp.where(seen, weights * _scales(scale_refs[1], slot, head + i), 0)
+            return multiply(weights, v_ref[slot, i], (1, 0))
+
+        softmax.at(i).add(scores, seen, weigh)
 
     def one_step(step, slot):
         more = step + 1 < last
-        pl.when(more)(lambda: fetch(item, step + 1, 1 - slot))
-        pl.when(jnp.logical_not(more))(lambda: first_fetch(following_ref[item + 1], 1 - slot))
-        move(item, step, slot, lambda copy: copy.wait())
+        pl.when(more)(lambda: fetch(table_ref, item, step + 1, 1 - slot))
+        pl.when(jnp.logical_not(more))(lambda: fetch_next(1 - slot))
+        move(table_ref, item, step, slot, lambda copy: copy.wait())
         pl.when((step * step_tokens < begin) | ((step + 1) * step_tokens > end))(lambda: zero_unseen_values(step, slot))
         _for_each(heads, lambda i: attend_head(i, step, slot), unroll=config.query_tokens == 1)
         return 1 - slot
 
     def finish(i):
-        total = total_ref[i, :, :1]
-        safe = jnp.where(total > 0, total, 1)
-        out_ref[0, i] = (acc_ref[i] / safe).astype(out_ref.dtype)
-        lse = jnp.where(total > 0, top_ref[i, :, :1] + jnp.log(safe), MASKED)
-        # A column becomes a row: its numbers on a diagonal, summed downwards.
-        shape = (rows, rows)
-        diagonal = lax.broadcasted_iota(jnp.int32, shape, 0) == lax.broadcasted_iota(jnp.int32, shape, 1)
-        lse_ref[0, i] = jnp.where(diagonal, lse, 0).sum(axis=0, keepdims=True)
+        out, lse_ref[0, i] = softmax.at(i).finish()
+        out_ref[0, i] = out.astype(out_ref.dtype)
 
     @pl.when(item < count_ref[0])
     def _():
@@ -253,9 +253,7 @@ def _kernel(
 
         @pl.when((item == 0) | (tile_ref[jnp.maximum(item - 1, 0)] != tile))
         def _():
-            top_ref[...] = jnp.full_like(top_ref, MASKED)
-            total_ref[...] = jnp.zeros_like(total_ref)
-            acc_ref[...] = jnp.zeros_like(acc_ref)
+            softmax.start()
 
         slot_ref[0] = lax.fori_loop(first, last, one_step, slot_ref[0])
 
@@ -267,18 +265,6 @@ def _kernel(
 def _for_each(count: int, act: Any, *, unroll: bool) -> None:
     """Unrolled where there is little to do for each, so that the compiler overlaps them."""
     lax.fori_loop(0, count, lambda i, _: (act(i), 0)[1], 0, unroll=unroll)
-
-
-def _product(q_dtype: Any, pool_dtype: Any, a: Array, b: Array, axes: tuple[int, int]) -> Array:
-    """`a` and `b` multiplied in the wider of the dtypes of queries and pools, float32 ones in full."""
-    dtype = q_dtype if str(pool_dtype) in QUANTIZED else jnp.promote_types(q_dtype, pool_dtype)
-    return lax.dot_general(
-        a.astype(dtype),
-        b.astype(dtype),
-        (((axes[0],), (axes[1],)), ((), ())),
-        precision=lax.Precision.HIGHEST if dtype == jnp.float32 else None,
-        preferred_element_type=jnp.float32,
-    )
 
 
 def _scales(ref: Any, slot: Any, head: Any) -> Float[Array, "1 kv_tokens"]:

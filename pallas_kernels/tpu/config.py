@@ -8,9 +8,8 @@ from typing import Any
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
 
-from pallas_kernels.constants import TILE
-
 LANES = 128
+MAX_BLOCK_SIZE = 256  # tokens
 VMEM_BYTES = 12 * 2**20  # of the 16 MiB that a kernel gets on the smallest chips (v4, v5e, v5p by default)
 
 
@@ -22,24 +21,21 @@ class Config:
         kv_heads: KV heads that one program takes; it divides the pool's. Two programs or more fill both cores of a v4
             or v5p.
         query_tokens: query tokens of a tile; 1 for decode, else a power of two from 16 on.
-        kv_tokens: tokens of the KV axis that one step takes, at fixed positions; a power of two times `TILE`. Results
-            depend on it in the last bits.
+        kv_tokens: tokens of the KV axis that one step takes, at fixed positions; a power of two, and a whole block at
+            least. Results depend on it in the last bits.
     """
 
     kv_heads: int
     query_tokens: int
-    kv_tokens: int = 4 * TILE
+    kv_tokens: int = MAX_BLOCK_SIZE
 
     def __post_init__(self):
         if self.kv_heads < 1:
             raise ValueError(f"kv_heads is {self.kv_heads}; it must be >= 1")
         if self.query_tokens != 1 and (self.query_tokens < 16 or self.query_tokens & (self.query_tokens - 1)):
             raise ValueError(f"query_tokens is {self.query_tokens}; it must be 1 or a power of two >= 16")
-        steps = self.kv_tokens // TILE
-        if self.kv_tokens % LANES or steps & (steps - 1) or steps < 1:
-            raise ValueError(
-                f"kv_tokens is {self.kv_tokens}; it must be a power of two times {TILE}, and {LANES} or more"
-            )
+        if self.kv_tokens < MAX_BLOCK_SIZE or self.kv_tokens & (self.kv_tokens - 1):
+            raise ValueError(f"kv_tokens is {self.kv_tokens}; it must be a power of two >= {MAX_BLOCK_SIZE}")
 
     def rows(self, group: int, dtype: Any) -> int:
         """Rows of a query tile: `group` heads times `query_tokens`, padded to what a register of `dtype` holds."""
@@ -74,4 +70,4 @@ def default_config(kv_heads: int, group: int, head_dim: int, q_dtype: Any, pool_
             config = Config(kv_heads // share, query_tokens)
             if config.vmem_bytes(group, head_dim, q_dtype, pool_dtype) <= VMEM_BYTES:
                 return config
-    return Config(1, query_tokens, 2 * TILE)
+    return Config(1, query_tokens)

@@ -4,23 +4,41 @@ from __future__ import annotations
 
 from jaxtyping import Array
 
-from pallas_kernels.tpu.config import LANES
+from pallas_kernels.constants import QUANTIZED
+from pallas_kernels.tpu.config import LANES, MAX_BLOCK_SIZE
 
-OPS = ("paged_decode",)
+MIN_BLOCK_SIZE = 8  # rows of a tile in memory
 
 
 def unsupported(op: str, *arrays: Array) -> str | None:
     """Why an op on these arrays, good ones for other backends, cannot be taken here; None if it can."""
-    if op not in OPS:
-        return f"the tpu backend has no {op}"
-    q, k_pool = arrays
-    if "float16" in (str(q.dtype), str(k_pool.dtype)):
+    if op == "copy_blocks":
+        return None
+    names = ("q", "k") if op == "flash_attention" else ("k" if op == "write_kv" else "q", "k_pool")
+    for name, array in zip(names, arrays, strict=True):
+        if str(array.dtype) == "float16":
+            return f"{name} is float16; the tpu kernels take float32 and bfloat16, which TPUs compute with"
+    return None if op == "flash_attention" else _unsupported_pool(op, arrays[1])
+
+
+def _unsupported_pool(op: str, k_pool: Array) -> str | None:
+    _, kv_heads, block_size, stored_dim = k_pool.shape
+    if stored_dim % LANES:
         return (
-            f"q is {q.dtype} and k_pool {k_pool.dtype}; the tpu kernels take no float16, which TPUs do not compute with"
+            f"k_pool has rows of {stored_dim} numbers; the tpu kernels need a multiple of {LANES} (stored_dim), "
+            "or XLA copies the whole pool around each call"
         )
-    if k_pool.shape[3] % LANES:
-        return (
-            f"k_pool has stored_dim {k_pool.shape[3]}; the tpu kernels need a multiple of {LANES}, "
-            "or the whole pool is copied around each call"
-        )
+    if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
+        return f"k_pool has block_size {block_size}; the tpu kernels take {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
+    if str(k_pool.dtype) in QUANTIZED and op != "write_kv":
+        if block_size % LANES:
+            return (
+                f"k_pool is {k_pool.dtype} with block_size {block_size}; the tpu kernels need a multiple of {LANES} "
+                "there, or XLA copies all scales around each call"
+            )
+        if kv_heads not in (1, 2, 4) and kv_heads % 8:
+            return (
+                f"k_pool is {k_pool.dtype} with {kv_heads} KV heads; the tpu kernels need 1, 2, 4 or a multiple of 8 "
+                "there, or XLA copies all scales around each call"
+            )
     return None

@@ -1,4 +1,4 @@
-"""`paged_decode` on TPUs: each sequence is a query tile of one token; one core walks the whole of it, without splits."""
+"""`paged_decode` on TPUs: each sequence is a query tile of one token, and one core walks the whole of it: no splits."""
 
 from __future__ import annotations
 
