@@ -1,0 +1,353 @@
+"""The attention kernel for Hopper that decoding, prefill and contiguous attention share.
+
+One program takes one tile of queries, of one KV head of one sequence, over some tiles of 64 tokens of the KV axis. A
+producer warpgroup brings K and V by TMA, block by block through the block table, into a ring of stages in shared
+memory; consumer warpgroups, of 64 query rows each, multiply by wgmma, with an online softmax in float32.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.constants import MASKED, TILE
+
+try:
+    from jax.experimental.pallas import mosaic_gpu as plgpu
+except ImportError as missing:
+    raise ImportError(
+        f"JAX {jax.__version__} has no Mosaic GPU backend in Pallas; the backends 'xla' and 'reference' need none"
+    ) from missing
+
+ROWS = 64  # of queries in one wgmma
+MAX_STAGES = 8
+MAX_CONSUMERS = 2
+SHARED_MEMORY = 227 << 10  # bytes that one program may have on sm_90
+RESERVED = 4 << 10  # of those: barriers, and what reductions over warps need
+ACCUMULATOR = 128  # columns of the output that are multiplied at a time: registers bound it
+LOG2E = math.log2(math.e)
+WGMMA = plgpu.Layout.WGMMA
+
+
+@dataclasses.dataclass(frozen=True)
+class Config:
+    """How one program is built.
+
+    Attributes:
+        stages: tiles of K and of V that shared memory holds at a time.
+        consumers: warpgroups that multiply, of 64 query rows each.
+
+    Raises:
+        ValueError: a number outside its limits.
+    """
+
+    stages: int = 2
+    consumers: int = 1
+
+    def __post_init__(self):
+        for name, limit in (("stages", MAX_STAGES), ("consumers", MAX_CONSUMERS)):
+            value = getattr(self, name)
+            if not 1 <= value <= limit:
+                raise ValueError(f"{name} is {value}; it must be from 1 to {limit}")
+
+    def shared_memory(self, head_dim: int, partial: bool) -> int:
+        """Bytes of shared memory that a program of 16-bit numbers takes."""
+        ring = 2 * self.stages * TILE * head_dim * 2
+        if partial:
+            ring = max(ring, ROWS * head_dim * 4)
+        return ring + self.consumers * ROWS * (head_dim + TILE) * 2 + RESERVED
+
+
+class Work(NamedTuple):
+    """What the tiles of queries are to see.
+
+    Attributes:
+        seq: row of the block table, or of the batch, i32[items].
+        first_position: where in its sequence a tile's first query token stands, i32[items].
+        end: behind the last KV token that any query of the tile sees, i32[items]; 0 for a tile that is empty.
+        tokens: query tokens of a full tile; row `g * tokens + t` is token `t` of the group's head `g`.
+    """
+
+    seq: Int[Array, " items"]
+    first_position: Int[Array, " items"]
+    end: Int[Array, " items"]
+    tokens: int
+
+
+class Mask(NamedTuple):
+    """Which keys a query sees, and what its scores become."""
+
+    scale: float
+    causal: bool = True
+    sliding_window: int | None = None
+    soft_cap: float | None = None
+
+
+class Source(NamedTuple):
+    """Where K and V come from.
+
+    Attributes:
+        arrivals: how often a barrier is arrived at for one tile.
+        fetch: `fetch(refs, seq, head, begin, end)` gives `copy(tile)`, which gives `put(which, destination, barrier)`.
+    """
+
+    arrivals: int
+    fetch: Callable[..., Any]
+
+
+def attend(
+    q: Float[Array, "items kv_heads rows head_dim"],
+    k: Array,
+    v: Array,
+    arrays: tuple[Array, ...],
+    work: Work,
+    *,
+    source: Source,
+    mask: Mask,
+    config: Config,
+    split: tuple[int, int] | None,
+    interpret: Any,
+) -> tuple[Array, Array]:
+    """Attention of all tiles of queries.
+
+    Args:
+        q: `rows` is a multiple of 8, and fills the consumers' rows if there are several.
+        k: as `source` wants it.
+        v: as `k`.
+        arrays: what else `source` reads.
+        split: how many splits of the KV axis, of how many tiles each; None for one over all of it.
+
+    Returns:
+        With `split`, float32 partials [splits, items, kv_heads, rows, head_dim], and without, [items, kv_heads,
+        rows, head_dim] in the dtype of `q`; and the natural log-sum-exp, float32, [..., rows]. Programs with
+        nothing to see write `MASKED` there, and no output.
+    """
+    items, kv_heads, rows, head_dim = q.shape
+    dtype = q.dtype
+    columns = [(at, min(ACCUMULATOR, head_dim - at)) for at in range(0, head_dim, ACCUMULATOR)]
+    consumers, stages = config.consumers, config.stages
+    splits, tiles_per_split = split or (1, 0)
+    rows_each = min(rows, ROWS)
+    lead = (splits,) if split else ()
+    out_type = (
+        jax.ShapeDtypeStruct((*lead, items, kv_heads, rows, head_dim), jnp.float32 if split else dtype),
+        jax.ShapeDtypeStruct((*lead, items, kv_heads, rows), jnp.float32),
+    )
+
+    def body(*refs):
+        q_ref, k_ref, v_ref, *source_refs = refs[: 3 + len(arrays)]
+        seq_ref, first_ref, end_ref, out_ref, lse_ref, *scratch = refs[3 + len(arrays) :]
+        ring, q_smem, p_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, v_clean = scratch
+        (k_smem, v_smem), o_smem = ring if split else (ring, q_smem)
+        head, part, item = lax.axis_index("head"), lax.axis_index("split"), lax.axis_index("item")
+        warpgroup = lax.axis_index("warpgroup")
+        first_position, end = first_ref[item], end_ref[item]
+        begin = jnp.int32(0)
+        if mask.sliding_window is not None:
+            begin = jnp.maximum(first_position + 1 - mask.sliding_window, 0)
+        first, last = lax.div(begin, jnp.int32(TILE)), pl.cdiv(end, jnp.int32(TILE))
+        if split:
+            first = jnp.maximum(first, part * tiles_per_split)
+            last = jnp.minimum(last, (part + 1) * tiles_per_split)
+        steps = last - first
+        place = (part, item, head) if split else (item, head)
+
+        def stage_of(step):
+            return lax.rem(step, jnp.int32(stages))
+
+        @pl.when(warpgroup == consumers)
+        def _produce():
+            plgpu.set_max_registers(40, action="decrease")
+            copy = source.fetch((k_ref, v_ref), source_refs, seq_ref[item], head, begin, end)
+            rings = ((k_smem, k_ready, k_free), (v_smem, v_ready, v_free))
+
+            @pl.loop(0, steps)
+            def _(step):
+                put = copy(first + step)
+                stage = stage_of(step)
+                for which, (smem, ready, free) in enumerate(rings):
+                    pl.when(step >= stages)(lambda free=free: plgpu.barrier_wait(free.at[stage]))
+                    put(which, smem.at[stage], ready.at[stage])
+
+            @pl.loop(jnp.maximum(steps - stages, 0), steps)
+            def _(step):
+                for _, _, free in rings:
+                    plgpu.barrier_wait(free.at[stage_of(step)])
+
+        @pl.when(warpgroup < consumers)
+        def _consume():
+            plgpu.set_max_registers(208 if consumers == 1 else 232, action="increase")
+            rows_here = pl.ds(warpgroup * ROWS if consumers > 1 else 0, rows_each)
+            my_q, my_p, my_lse = q_smem.at[warpgroup], p_smem.at[warpgroup], lse_smem.at[warpgroup]
+
+            @pl.when(steps <= 0)
+            def _():
+                my_lse[...] = full((ROWS,), MASKED, WGMMA.reduce(1))
+
+            @pl.when(steps > 0)
+            def _():
+                plgpu.copy_gmem_to_smem(
+                    q_ref.at[item, head, rows_here], my_q.at[pl.ds(0, rows_each)], q_ready.at[warpgroup]
+                )
+                plgpu.barrier_wait(q_ready.at[warpgroup])
+                row = plgpu.broadcasted_iota(jnp.int32, (ROWS,), 0, layout=WGMMA.reduce(1)) + warpgroup * ROWS
+                stop = jnp.minimum(first_position + 1 + lax.rem(row, jnp.int32(work.tokens)), end)
+                if not mask.causal:
+                    stop = full((ROWS,), end, WGMMA.reduce(1))
+
+                def tile(step, carry):
+                    outs, top, total = carry
+                    stage, position = stage_of(step), (first + step) * TILE
+                    plgpu.barrier_wait(k_ready.at[stage])
+                    scores = multiply(my_q, k_smem.at[stage].transpose((1, 0)), (ROWS, TILE))
+                    plgpu.barrier_arrive(k_free.at[stage])
+                    seen = visible(position, stop, mask)
+                    scores = jnp.where(seen, capped(scores, mask), MASKED)
+                    new_top = jnp.maximum(top, scores.max(axis=1))
+                    weights = jnp.exp2(scores - lax.broadcast_in_dim(new_top, scores.shape, [0]))
+                    weights = jnp.where(seen, weights, 0.0)
+                    decay = jnp.exp2(top - new_top)
+                    total = total * decay + weights.sum(axis=1)
+                    my_p[...] = weights.astype(dtype)
+                    plgpu.commit_smem()
+                    plgpu.barrier_wait(v_ready.at[stage])
+                    partly = (position < begin) | (position + TILE > end)
+                    clean(v_smem.at[stage], partly, begin - position, end - position, v_clean)
+                    outs = tuple(
+                        out * lax.broadcast_in_dim(decay, out.shape, [0])
+                        + multiply(my_p, v_smem.at[stage, :, pl.ds(at, width)], (ROWS, width))
+                        for out, (at, width) in zip(outs, columns, strict=True)
+                    )
+                    plgpu.barrier_arrive(v_free.at[stage])
+                    return outs, new_top, total
+
+                outs, top, total = lax.fori_loop(
+                    0,
+                    steps,
+                    tile,
+                    (
+                        tuple(full((ROWS, width), 0, WGMMA) for _, width in columns),
+                        full((ROWS,), MASKED, WGMMA.reduce(1)),
+                        full((ROWS,), 0, WGMMA.reduce(1)),
+                    ),
+                )
+                my_out = o_smem if split else my_q
+                any_seen = total > 0
+                safe = jnp.where(any_seen, total, 1.0)
+                for out, (at, width) in zip(outs, columns, strict=True):
+                    out = out / lax.broadcast_in_dim(safe, out.shape, [0])
+                    my_out[:, pl.ds(at, width)] = out.astype(out_type[0].dtype)
+                my_lse[...] = jnp.where(any_seen, (top + jnp.log2(safe)) / LOG2E, MASKED)
+                plgpu.commit_smem()
+                plgpu.copy_smem_to_gmem(my_out.at[pl.ds(0, rows_each)], out_ref.at[(*place, rows_here)])
+
+            plgpu.commit_smem()
+            plgpu.copy_smem_to_gmem(my_lse.at[pl.ds(0, rows_each)], lse_ref.at[(*place, rows_here)])
+            plgpu.wait_smem_to_gmem(0)
+
+    tiled = transforms(head_dim, 2)
+    ring = tuple(plgpu.SMEM((stages, TILE, head_dim), dtype, transforms=tiled) for _ in "kv")
+    if split:
+        ring = plgpu.RefUnion(ring, plgpu.SMEM((ROWS, head_dim), jnp.float32, transforms=transforms(head_dim, 4)))
+    full_barrier = plgpu.Barrier(num_barriers=stages, num_arrivals=source.arrivals)
+    free_barrier = plgpu.Barrier(num_barriers=stages, num_arrivals=consumers)
+    run = plgpu.kernel(
+        body,
+        out_type=out_type,
+        scratch_types=(
+            ring,
+            plgpu.SMEM((consumers, ROWS, head_dim), dtype, transforms=tiled),
+            plgpu.SMEM((consumers, ROWS, TILE), dtype, transforms=tiled),
+            plgpu.SMEM((consumers, ROWS), jnp.float32),
+            plgpu.Barrier(num_barriers=consumers),
+            full_barrier,
+            full_barrier,
+            free_barrier,
+            free_barrier,
+            plgpu.Barrier(num_arrivals=consumers),
+        ),
+        grid=(kv_heads, splits, items),
+        grid_names=("head", "split", "item"),
+        num_threads=consumers + 1,
+        thread_name="warpgroup",
+        compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
+        **({"interpret": interpreter(interpret)} if interpret else {}),
+    )
+    return run(q, k, v, *arrays, work.seq, work.first_position, work.end)
+
+
+def transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
+    """How wgmma wants a tile to lie in shared memory: swizzled in the widest runs that fit."""
+    swizzle = next(swizzle for swizzle in (128, 64, 32) if columns * itemsize % swizzle == 0)
+    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+
+
+def interpreter(interpret: Any) -> Any:
+    """The parameters of the interpreter.
+
+    Raises:
+        ValueError: this JAX's interpreter does not know these kernels.
+    """
+    params = getattr(plgpu, "InterpretGPUParams", None)
+    if params is None:
+        raise ValueError(f"interpret is {interpret!r}; JAX {jax.__version__} cannot interpret Mosaic GPU, 0.11 can")
+    return params() if interpret is True else interpret
+
+
+def full(shape: tuple[int, ...], value: Any, layout: Any) -> Array:
+    """A constant in registers."""
+    dtype = jnp.float32 if isinstance(value, int | float) else value.dtype
+    return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
+
+
+def multiply(a: Any, b: Any, shape: tuple[int, int]) -> Array:
+    """A product of two tiles in shared memory."""
+
+    def run(accumulator):
+        plgpu.wgmma(accumulator, a, b)
+        return accumulator[...]
+
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+
+
+def capped(scores: Array, mask: Mask) -> Array:
+    """Scores in units of log2(e), so that exp2 serves."""
+    if mask.soft_cap is None:
+        return scores * (mask.scale * LOG2E)
+    return jnp.tanh(scores * (mask.scale / mask.soft_cap)) * (mask.soft_cap * LOG2E)
+
+
+def visible(start: Array, stop: Array, mask: Mask) -> Array:
+    """Which of the tile's keys, the first at position `start`, each row sees."""
+    shape = (ROWS, TILE)
+    position = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=WGMMA) + start
+    stop = lax.broadcast_in_dim(stop, shape, [0])
+    seen = position < stop
+    return seen if mask.sliding_window is None else seen & (position >= stop - mask.sliding_window)
+
+
+def clean(values: Any, partly: Array, begin: Array, end: Array, barrier: Any) -> None:
+    """Zeroes the rows of V that nobody sees: they may hold anything, and 0 x NaN is NaN.
+
+    The first warpgroup does it, and the others wait.
+    """
+
+    @pl.when(partly)
+    def _():
+        @pl.when(lax.axis_index("warpgroup") == 0)
+        def _():
+            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA)
+            rows = plgpu.layout_cast(values[...], WGMMA)
+            values[...] = jnp.where((row >= begin) & (row < end), rows, jnp.zeros_like(rows))
+            plgpu.commit_smem()
+
+        plgpu.barrier_arrive(barrier)
+        plgpu.barrier_wait(barrier)

@@ -1,0 +1,59 @@
+"""`paged_decode` on Mosaic GPU: one query token a sequence, split over the KV axis."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jaxtyping import Array, Float, Int
+
+from pallas_kernels.constants import SPLIT, TILE
+from pallas_kernels.merge import merge_partials
+from pallas_kernels.mosaic_gpu import sources
+from pallas_kernels.mosaic_gpu.attend import Config, Mask, Work, attend
+
+ROW_ALIGNMENT = 8  # rows of a tile of shared memory
+
+
+def default_config(head_dim: int) -> Config:
+    """Two programs on an SM where that leaves two stages at least: their loads and products overlap."""
+    return Config(stages=4 if head_dim <= 64 else 2)
+
+
+def paged_decode(
+    q: Float[Array, "seqs heads head_dim"],
+    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    block_tables: Int[Array, "seqs max_blocks"],
+    seq_lens: Int[Array, " seqs"],
+    *,
+    scale: float,
+    sliding_window: int | None = None,
+    soft_cap: float | None = None,
+    k_scale: Float[Array, "blocks kv_heads block_size"] | None = None,
+    v_scale: Float[Array, "blocks kv_heads block_size"] | None = None,
+    interpret: Any = False,
+    config: Config | None = None,
+) -> tuple[Float[Array, "seqs heads head_dim"], Float[Array, "seqs heads"]]:
+    """One query token per sequence, the last of its `seq_lens` tokens; zeros for a row of length 0."""
+    seqs, heads, head_dim = q.shape
+    _, kv_heads, block_size, _ = k_pool.shape
+    group = heads // kv_heads
+    rows = pl.cdiv(group, ROW_ALIGNMENT) * ROW_ALIGNMENT
+    splits = pl.cdiv(block_tables.shape[1] * block_size, SPLIT)
+    tiles = jnp.pad(q.reshape(seqs, kv_heads, group, head_dim), ((0, 0), (0, 0), (0, rows - group), (0, 0)))
+    out, lse = attend(
+        tiles,
+        k_pool,
+        v_pool,
+        (block_tables,),
+        Work(jnp.arange(seqs, dtype=jnp.int32), seq_lens - 1, seq_lens, tokens=1),
+        source=sources.paged(block_size),
+        mask=Mask(scale, sliding_window=sliding_window, soft_cap=soft_cap),
+        config=config or default_config(head_dim),
+        split=(splits, SPLIT // TILE),
+        interpret=interpret,
+    )
+    out, lse = merge_partials(out[..., :group, :], lse[..., :group])
+    return out.reshape(q.shape).astype(q.dtype), lse.reshape(seqs, heads)
