@@ -63,7 +63,7 @@ def _flops(float32: float, bfloat16: float, int8: float | None = None, float8: f
 
 
 def _tpu_flops(bfloat16: float, int8: float | None = None, float8: float | None = None) -> dict[str, float]:
-    # The matrix unit takes bfloat16; a float32 product in full precision is six of those. float16 is widened to float32.
+    # The matrix unit takes bfloat16: a float32 product in full precision is six of those, and float16 is widened.
     rates = _flops(bfloat16 / 6, bfloat16, int8, float8)
     rates["float16"] = rates["float32"]
     return rates

@@ -1,1 +1,1 @@
-"""Compiles the kernels for chips that are not there, and says what their compilers say: `python -m pallas_kernels.aot`."""
+"""Compiles the kernels for chips that are not there, and reports the result: `python -m pallas_kernels.aot`."""

@@ -68,6 +68,7 @@ def device(chip: Chip) -> Any:
     if chip.platform == "gpu":
         options = {"target_config": gpu_target(chip), "topology": "1x1x1"}
         return topologies.get_topology_desc(platform="cuda", topology_name="", **options).devices[0]
+    assert chip.topology is not None
     return topologies.get_topology_desc(platform="tpu", topology_name=chip.topology).devices[0]
 
 

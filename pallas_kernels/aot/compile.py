@@ -107,7 +107,8 @@ def backend_for(chip: Chip, op: str) -> tuple[str, str | None]:
 
 def refused(chip: Chip, case: Case) -> str | None:
     """What must not even be tried."""
-    if case.pool_dtype == "float8_e4m3fn" and (chip.compute_capability or (9, 0)) < (8, 9):
+    capability = chip.compute_capability
+    if case.pool_dtype == "float8_e4m3fn" and capability is not None and capability < (8, 9):
         return f"float8_e4m3fn needs compute capability 8.9; {chip.architecture} ends the compiler's process"
     return None
 

@@ -88,9 +88,9 @@ def read_kernels(dump: Path, hlo: str, ptxas: str) -> list[GpuKernel]:
         hlo: the compiled module, as text.
         ptxas: the assembler, to be run on what was dumped.
     """
-    launches = dict(
-        match.groups() for path in dump.glob("*.thunk_sequence.txt") for match in _LAUNCH.finditer(path.read_text())
-    )
+    launches: dict[str, int] = {}
+    for path in dump.glob("*.thunk_sequence.txt"):
+        launches |= {name: int(shared) for name, shared in _LAUNCH.findall(path.read_text())}
     triton_names = set(_TRITON_NAME.findall(hlo))
     kernels = []
     for path in sorted(dump.glob("*.ptx")):
@@ -98,10 +98,11 @@ def read_kernels(dump: Path, hlo: str, ptxas: str) -> list[GpuKernel]:
         if path.name.startswith("module_"):
             # Where two kernels of a module have one name, XLA numbers them.
             ours = {name for name in bodies if triton_names & {name, re.sub(r"_\d+$", "", name)}}
-            shared = {name: int(launches[name]) for name in ours if name in launches}
+            shared = {name: launches[name] for name in ours if name in launches}
         else:
             ours = set(bodies)
-            shared = dict.fromkeys(ours, _mosaic_shared(path.with_suffix(".mlir-passes.log")))
+            dynamic = _mosaic_shared(path.with_suffix(".mlir-passes.log"))
+            shared = {} if dynamic is None else dict.fromkeys(ours, dynamic)
         # Mosaic GPU dumps the report of its own assembler, which may be newer than the one installed.
         own = path.with_suffix(".ptxas")
         report = own.read_text() if own.exists() else assemble(path, ptxas) if ours else ""

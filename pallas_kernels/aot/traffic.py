@@ -46,7 +46,7 @@ def at_context(case: Case, context: int, temporary_bytes: int) -> float:
 
 
 def roofline_seconds(chip: Chip, case: Case, moved: int) -> float:
-    """The least time these bytes and the op's operations take on a chip; operations at the peak of its query's dtype."""
+    """The least time that these bytes, and the op's operations at the peak of its queries' dtype, take on a chip."""
     return max(moved / chip.bandwidth, case.flops() / chip.peak_flops[case.dtype])
 
 
