@@ -8,42 +8,20 @@ arguments that are not understood.
 
 from __future__ import annotations
 
-import argparse
 import concurrent.futures
 import itertools
 import os
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from pallas_kernels.aot.compile import COLUMNS, compile_row, missing
+from pallas_kernels.bench.arguments import Parser, names, writable_argument
 from pallas_kernels.bench.cases import MODELS, OPS, POOL_DTYPES
-from pallas_kernels.bench.records import format_table, provenance, writable, write_json
+from pallas_kernels.bench.records import format_table, provenance, write_json
 from pallas_kernels.chips import CHIPS
 
 INSTALL = "pip install 'pagedjax[aot]'"
-
-
-def names(kind: str, allowed: Iterable[str]) -> Callable[[str], list[str]]:
-    """An argument that is a list of names, with commas between."""
-    allowed = tuple(allowed)
-
-    def parse(text: str) -> list[str]:
-        given = [name.strip() for name in text.split(",") if name.strip()]
-        wrong = [name for name in given if name not in allowed]
-        if wrong or not given:
-            what = ", ".join(map(repr, wrong)) or repr(text)
-            raise argparse.ArgumentTypeError(f"{what} is no {kind}; allowed: {', '.join(allowed)}")
-        return list(dict.fromkeys(given))
-
-    return parse
-
-
-class Parser(argparse.ArgumentParser):
-    """Says in one line what is wrong."""
-
-    def error(self, message: str) -> Any:
-        self.exit(2, f"{self.prog}: {message}\n")
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -67,14 +45,6 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if options.json:
         write_json(options.json, {"provenance": provenance(), "rows": rows})
     return int(any(row["verdict"].startswith(("failed", "crashed")) for row in rows))
-
-
-def writable_argument(text: str) -> Any:
-    """A file to write, refused before any work."""
-    try:
-        return writable(text)
-    except ValueError as error:
-        raise argparse.ArgumentTypeError(str(error)) from error
 
 
 def compile_all(
