@@ -15,7 +15,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels import checks, reference, xla
 from pallas_kernels.dispatch import PALLAS, Interpret, choose, load
@@ -26,8 +26,8 @@ Lse = Float[Array, "queries heads"]
 
 def paged_decode(
     q: Float[Array, "seqs heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size stored_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size stored_dim"],
+    k_pool: Real[Array, "blocks kv_heads block_size stored_dim"],
+    v_pool: Real[Array, "blocks kv_heads block_size stored_dim"],
     block_tables: Int[Array, "seqs max_blocks"],
     seq_lens: Int[Array, " seqs"],
     *,
@@ -81,8 +81,8 @@ def paged_decode(
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size stored_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size stored_dim"],
+    k_pool: Real[Array, "blocks kv_heads block_size stored_dim"],
+    v_pool: Real[Array, "blocks kv_heads block_size stored_dim"],
     block_tables: Int[Array, "seqs max_blocks"],
     seq_lens: Int[Array, " seqs"],
     query_start_loc: Int[Array, " seqs+1"],

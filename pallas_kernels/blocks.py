@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels import checks, reference
 from pallas_kernels.dispatch import PALLAS, Interpret, choose, load
@@ -19,8 +19,8 @@ Pools = Any  # a pytree of arrays whose first axis is the block
 def write_kv(
     k: Float[Array, "tokens kv_heads head_dim"],
     v: Float[Array, "tokens kv_heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size stored_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size stored_dim"],
+    k_pool: Real[Array, "blocks kv_heads block_size stored_dim"],
+    v_pool: Real[Array, "blocks kv_heads block_size stored_dim"],
     slot_mapping: Int[Array, " tokens"],
     *,
     k_scale: Float[Array, "blocks kv_heads block_size"] | None = None,

@@ -11,7 +11,7 @@ import functools
 import jax
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels.constants import MASKED, QUANTIZED
 
@@ -20,8 +20,8 @@ _einsum = functools.partial(jnp.einsum, precision="highest", preferred_element_t
 
 def paged_decode(
     q: Float[Array, "seqs heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    k_pool: Real[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Real[Array, "blocks kv_heads block_size head_dim"],
     block_tables: Int[Array, "seqs max_blocks"],
     seq_lens: Int[Array, " seqs"],
     *,
@@ -60,8 +60,8 @@ def paged_decode(
 
 def paged_decode_online(
     q: Float[Array, "seqs heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    k_pool: Real[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Real[Array, "blocks kv_heads block_size head_dim"],
     block_tables: Int[Array, "seqs max_blocks"],
     seq_lens: Int[Array, " seqs"],
     *,
@@ -103,8 +103,8 @@ def paged_decode_online(
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    k_pool: Real[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Real[Array, "blocks kv_heads block_size head_dim"],
     block_tables: Int[Array, "seqs max_blocks"],
     seq_lens: Int[Array, " seqs"],
     query_start_loc: Int[Array, " seqs+1"],

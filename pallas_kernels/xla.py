@@ -7,12 +7,11 @@ tokens at fixed positions, with an online softmax in float32, only as far as the
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
-from jaxtyping import Array, Bool, Float, Int
+from jaxtyping import Array, Bool, Float, Int, Real
 
 from pallas_kernels.constants import MASKED
 from pallas_kernels.ragged import decode_singles
@@ -26,8 +25,8 @@ Scale = Float[Array, "blocks kv_heads block_size"]
 
 def paged_decode(
     q: Float[Array, "seqs heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    k_pool: Real[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Real[Array, "blocks kv_heads block_size head_dim"],
     block_tables: Int[Array, "seqs max_blocks"],
     seq_lens: Int[Array, " seqs"],
     *,
@@ -72,8 +71,8 @@ def paged_decode(
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    k_pool: Real[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Real[Array, "blocks kv_heads block_size head_dim"],
     block_tables: Int[Array, "seqs max_blocks"],
     seq_lens: Int[Array, " seqs"],
     query_start_loc: Int[Array, " seqs+1"],
@@ -83,7 +82,6 @@ def paged_attention(
     soft_cap: float | None = None,
     k_scale: Scale | None = None,
     v_scale: Scale | None = None,
-    decode: Callable[..., Any] | None = None,
 ) -> tuple[Float[Array, "tokens heads head_dim"], Float[Array, "tokens heads"]]:
     """Ragged: prefill chunks and decodes in one call, causal; a sequence's queries are its last tokens.
 
@@ -91,7 +89,7 @@ def paged_attention(
     """
     tokens = len(q)
     options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
-    decode = functools.partial(decode or paged_decode, **options, k_scale=k_scale, v_scale=v_scale)
+    decode = functools.partial(paged_decode, **options, k_scale=k_scale, v_scale=v_scale)
     out = decode_singles(decode, q, k_pool, v_pool, block_tables, seq_lens, query_start_loc)
     if tokens == 1:
         return out
@@ -120,8 +118,8 @@ class _Softmax(NamedTuple):
 class _Pools(NamedTuple):
     """The pools and, where they are quantised, their scales."""
 
-    k: Float[Array, "blocks kv_heads block_size head_dim"]
-    v: Float[Array, "blocks kv_heads block_size head_dim"]
+    k: Real[Array, "blocks kv_heads block_size head_dim"]
+    v: Real[Array, "blocks kv_heads block_size head_dim"]
     k_scale: Scale | None
     v_scale: Scale | None
 
@@ -292,7 +290,8 @@ def flash_attention(
         queries = lax.dynamic_slice_in_dim(q, start, rows, axis=1).astype(jnp.float32) * scale
         queries = queries.reshape(batch, rows, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
         queries = queries.reshape(batch * kv_heads, group * rows, head_dim)
-        last = jnp.arange(rows) + start + (lens - q_len)[:, None] if causal else (lens - 1)[:, None]
+        ends = start + lens[:, None] - q_len if causal else lens[:, None] - 1
+        last = ends + jnp.arange(rows) * causal
 
         def step(tile, state):
             first = jnp.minimum(tile * width, kv_len - width)

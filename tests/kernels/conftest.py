@@ -2,18 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
-
-BACKENDS = {
-    "reference": {"backend": "reference"},
-    "xla": {"backend": "xla"},
-    "triton": {"backend": "triton", "interpret": True},
-}
+from backends import BACKENDS, Backend
 
 
 @pytest.fixture(params=BACKENDS)
-def backend(request: pytest.FixtureRequest) -> dict[str, Any]:
-    """The arguments that choose one backend, on a machine without an accelerator."""
+def backend(request: pytest.FixtureRequest) -> Backend:
+    """One backend, as it runs on a machine without an accelerator."""
     return BACKENDS[request.param]

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backends import Backend
 from paged_problem import make_problem
 
 from pallas_kernels import paged_attention, write_kv
@@ -20,32 +21,55 @@ def _new_tokens(count: int, seed: int = 0) -> tuple[np.ndarray, np.ndarray]:
     return k, v
 
 
-def _pools(num_blocks: int, dtype: Any = jnp.float32) -> tuple[jax.Array, jax.Array]:
-    shape = (num_blocks, KV_HEADS, BLOCK_SIZE, HEAD_DIM)
+def _pools(num_blocks: int, dtype: Any = jnp.float32, stored_dim: int = HEAD_DIM) -> tuple[jax.Array, jax.Array]:
+    shape = (num_blocks, KV_HEADS, BLOCK_SIZE, stored_dim)
     return jnp.full(shape, 1.0, dtype), jnp.full(shape, 2.0, dtype)
+
+
+def _written(before: jax.Array, slots: np.ndarray, new: np.ndarray) -> np.ndarray:
+    """What a pool should hold: the tokens in their slots, with zeros behind a head narrower than a stored row."""
+    expected = np.array(before)
+    for slot, token in zip(slots, jnp.asarray(new, before.dtype), strict=True):
+        if 0 <= slot < len(expected) * BLOCK_SIZE:
+            expected[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = 0
+            expected[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE, :HEAD_DIM] = token
+    return expected
 
 
 @pytest.mark.jax_matrix
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_tokens_go_to_their_slots_and_nowhere_else(dtype: str) -> None:
+def test_tokens_go_to_their_slots_and_nowhere_else(backend: Backend, dtype: str) -> None:
     k, v = _new_tokens(4)
     slots = np.array([17, 16, 5 * BLOCK_SIZE + 3, 2 * BLOCK_SIZE - 1], np.int32)
-    before = _pools(6, dtype)
-    after = write_kv(jnp.asarray(k), jnp.asarray(v), *before, jnp.asarray(slots))
+    before = _pools(6, dtype, backend.stored_dim(HEAD_DIM))
+    after = write_kv(jnp.asarray(k), jnp.asarray(v), *before, jnp.asarray(slots), **backend.chosen)
     for pool, old, new in zip(after, before, (k, v), strict=True):
-        expected = np.array(old)
-        for slot, token in zip(slots, jnp.asarray(new, dtype), strict=True):
-            expected[slot // BLOCK_SIZE, :, slot % BLOCK_SIZE] = token
-        np.testing.assert_array_equal(pool, expected)
+        np.testing.assert_array_equal(pool, _written(old, slots, new))
 
 
-def test_padding_goes_to_the_null_block_and_slots_outside_the_pool_are_dropped() -> None:
+def test_padding_goes_to_the_null_block_and_slots_outside_the_pool_are_dropped(backend: Backend) -> None:
     k, v = (jnp.asarray(x) for x in _new_tokens(5))
-    before = _pools(3)
-    slots = jnp.array([0, 0, -1, 3 * BLOCK_SIZE, BLOCK_SIZE], jnp.int32)
-    after = write_kv(k.at[:2].set(np.nan), v, *before, slots)
+    before = _pools(3, backend.dtype, backend.stored_dim(HEAD_DIM))
+    slots = np.array([0, 0, -1, 3 * BLOCK_SIZE, BLOCK_SIZE], np.int32)
+    after = write_kv(k.at[:2].set(np.nan), v, *before, jnp.asarray(slots), **backend.chosen)
     for pool, old, new in zip(after, before, (k, v), strict=True):
-        np.testing.assert_array_equal(pool[1:], old[1:].at[0, :, 0].set(new[4]))
+        np.testing.assert_array_equal(pool[1:], _written(old, slots, np.asarray(new))[1:])
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_tokens_and_their_scales_go_where_xla_puts_them(backend: Backend, dtype: str) -> None:
+    k, v = (jnp.asarray(x) for x in _new_tokens(4))
+    size = backend.quantized_block
+    slots = jnp.array([size + 8, size + 1, 2 * size + 6, 0], jnp.int32)
+    shape = (3, KV_HEADS, size, backend.stored_dim(HEAD_DIM))
+    pools, scales = (jnp.zeros(shape, dtype),) * 2, (jnp.ones(shape[:3]),) * 2
+    arguments = (k, v, *pools, slots)
+    own, xla = (
+        write_kv(*arguments, k_scale=scales[0], v_scale=scales[1], **chosen)
+        for chosen in (backend.chosen, {"backend": "xla"})
+    )
+    for mine, theirs in zip(own, xla, strict=True):
+        np.testing.assert_array_equal(mine[1:].astype(jnp.float32), theirs[1:].astype(jnp.float32))
 
 
 def _step(k_pools: list, v_pools: list, q: jax.Array, k: jax.Array, v: jax.Array, slots: jax.Array, *batch: Any) -> Any:

@@ -1,0 +1,89 @@
+"""Every backend as the tests drive it: what it takes, and how it runs on a machine without an accelerator."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import numpy as np
+from jax.experimental.pallas import tpu as pltpu
+from paged_problem import PagedProblem
+
+from pallas_kernels import paged_attention, paged_decode
+
+HAS_MOSAIC_GPU_INTERPRETER = jax.__version_info__ >= (0, 11)
+
+
+@dataclasses.dataclass(frozen=True)
+class Backend:
+    """One backend.
+
+    Attributes:
+        name: as `backend=` takes it.
+        interpret: how its kernels run here.
+        dtypes: of queries and pools, the first one for tests that need just one.
+        smallest_block: the least block size of its kernels, in tokens.
+        stored_multiple: what the width of a stored row must be a multiple of.
+        quantized_block: a block size, in tokens, that its kernels take with int8 and float8 pools.
+    """
+
+    name: str
+    interpret: Any = False
+    dtypes: tuple[str, ...] = ("float32", "bfloat16", "float16")
+    smallest_block: int = 1
+    stored_multiple: int = 1
+    quantized_block: int = 32
+
+    @property
+    def dtype(self) -> str:
+        """Of tests that need just one."""
+        return self.dtypes[0]
+
+    @property
+    def chosen(self) -> dict[str, Any]:
+        """The arguments of an op that choose this backend."""
+        return {"backend": self.name, "interpret": self.interpret}
+
+    def stored_dim(self, head_dim: int) -> int:
+        """How wide a row of the pool is."""
+        return -(-head_dim // self.stored_multiple) * self.stored_multiple
+
+    def arguments(self, problem: PagedProblem, dtype: str | None = None, **kwargs: Any) -> tuple[Any, ...]:
+        """The arguments of `paged_attention`, in this backend's own dtype unless one is given."""
+        return problem.arguments(dtype or self.dtype, stored_dim=self.stored_dim(problem.head_dim), **kwargs)
+
+    def attention(
+        self,
+        problem: PagedProblem,
+        dtype: str | None = None,
+        rest: float = 0.0,
+        max_blocks: int | None = None,
+        **options: Any,
+    ) -> np.ndarray:
+        """`paged_attention` of the problem; `rest` is in all slots that are no sequence's."""
+        arguments = self.arguments(problem, dtype, rest=rest, max_blocks=max_blocks)
+        return np.asarray(paged_attention(*arguments, **self.chosen, **options))
+
+    def decode(self, problem: PagedProblem, dtype: str | None = None, **options: Any) -> np.ndarray:
+        """`paged_decode` of the problem, whose sequences have one query token each."""
+        q, *arrays, _ = self.arguments(problem, dtype)
+        return np.asarray(paged_decode(q, *arrays, **self.chosen, **options))
+
+
+BACKENDS = {
+    backend.name: backend
+    for backend in (
+        Backend("reference"),
+        Backend("xla"),
+        Backend("triton", interpret=True),
+        Backend(
+            "tpu",
+            interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan"),
+            dtypes=("float32", "bfloat16"),
+            smallest_block=8,
+            stored_multiple=128,
+            quantized_block=128,
+        ),
+    )
+}

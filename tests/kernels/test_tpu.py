@@ -1,0 +1,257 @@
+"""What is the TPU kernels' own: their DMAs race with nothing, their limits are named, their moves are in place."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
+from paged_problem import TOLERANCE, PagedProblem, error, make_problem
+
+from pallas_kernels import copy_blocks, flash_attention, paged_attention, paged_decode, reference, write_kv
+from pallas_kernels.dispatch import load
+from pallas_kernels.tpu.config import Config, default_config
+from pallas_kernels.tpu.paged_attention import paged_attention as tiled_attention
+
+pytestmark = pytest.mark.jax_matrix
+
+# Memory that nobody wrote is NaN there, and a race prints a line or raises, as the JAX version has it.
+TPU: dict[str, Any] = {"backend": "tpu", "interpret": pltpu.InterpretParams(detect_races=True)}
+RACE = "RACE DETECTED"
+
+# A step of the kernel is 256 tokens, a query tile 64 or more: decodes and chunks over several of both, two chunks in one
+# tile, a sequence that rests, a row of padding and some tokens of it.
+BATCH: dict[str, Any] = {
+    "seq_lens": (1, 300, 40, 280, 5, 513, 70),
+    "query_lens": (1, 3, 0, 130, 5, 1, 2),
+    "heads": (6, 2),
+    "head_dim": 128,
+    "num_seqs": 8,
+    "num_tokens": 150,
+}
+
+
+@pytest.fixture(autouse=True)
+def no_race(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
+    yield
+    assert RACE not in capsys.readouterr().out
+
+
+def _attend(problem: PagedProblem, dtype: str = "float32", options: Any = None, **arguments: Any) -> np.ndarray:
+    out = paged_attention(*problem.arguments(dtype, **arguments), **TPU, **(options or {}))
+    return np.asarray(out.astype(jnp.float32))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_a_mixed_batch_is_right_whatever_the_block_size_and_the_garbage(dtype: str) -> None:
+    first = None
+    for block_size in (8, 64, 256):
+        problem = make_problem(**BATCH, block_size=block_size)
+        out = _attend(problem, dtype, rest=np.nan, max_blocks=None if block_size == 8 else 70)
+        first = out if first is None else first
+        np.testing.assert_array_equal(out, first)
+    assert error(first, make_problem(**BATCH).right(dtype)) <= TOLERANCE[dtype]
+
+
+def test_window_and_cap_and_the_garbage_behind_the_window() -> None:
+    problem = make_problem(**BATCH)
+    options = {"sliding_window": 100, "soft_cap": 3.0, "scale": 0.2}
+    clean = _attend(problem, options=options)
+    assert error(clean, problem.right(scale=0.2, window=100, cap=3.0)) <= TOLERANCE["float32"]
+    q, k_pool, v_pool, *rest = problem.arguments()
+    behind = problem.block_tables[5, : (513 - 100) // problem.block_size]
+    dirty = (pool.at[behind].set(np.nan) for pool in (k_pool, v_pool))
+    np.testing.assert_array_equal(paged_attention(q, *dirty, *rest, **TPU, **options), clean)
+
+
+def test_where_blocks_lie_and_who_is_beside_a_sequence_change_no_bit() -> None:
+    """A chunk, a pair and a decode of three sequences alone, with their blocks elsewhere and their queries in other rows."""
+    problem = make_problem(**BATCH)
+    place = np.concatenate([[0], 1 + np.random.default_rng(1).permutation(problem.num_blocks - 1)])
+    keep = [5, 3, 6]
+    starts = problem.query_start_loc
+    queries = np.concatenate([problem.q[starts[i] : starts[i + 1]] for i in keep])
+    alone = dataclasses.replace(
+        problem,
+        q=np.concatenate([queries, problem.q[len(queries) :]]),
+        keys=[problem.keys[i] for i in keep],
+        values=[problem.values[i] for i in keep],
+        query_lens=[problem.query_lens[i] for i in keep],
+        block_tables=place[problem.block_tables[keep]].astype(np.int32),
+    )
+    expected, out = _attend(problem), _attend(alone)
+    expected = np.concatenate([expected[starts[i] : starts[i + 1]] for i in keep])
+    np.testing.assert_array_equal(out[: len(expected)], expected)
+    assert not out[len(expected) :].any()
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float8_e4m3fn"])
+def test_quantised_pools_give_what_their_numbers_and_scales_say(dtype: str) -> None:
+    problem = make_problem([300, 0, 130], [1, 0, 20], heads=(4, 2), head_dim=128, block_size=128)
+    q, k_pool, v_pool, *batch = problem.arguments()
+    tokens = [pool.swapaxes(1, 2).reshape(-1, 2, 128) for pool in (k_pool, v_pool)]
+    quantised = reference.quantize_kv(*tokens, jnp.dtype(dtype))
+
+    def to_blocks(x: jax.Array) -> jax.Array:
+        return x.reshape(-1, 128, *x.shape[1:]).swapaxes(1, 2)
+
+    k_pool, v_pool, *scales = (to_blocks(x) for x in quantised)
+    unused = np.setdiff1d(np.arange(problem.num_blocks), problem.block_tables[problem.block_tables > 0])
+    k_scale, v_scale = (scale.at[unused].set(np.nan) for scale in scales)
+    k_scale = k_scale.at[problem.block_tables[0, 2], :, 300 % 128 :].set(np.nan)
+    arguments = (q, k_pool, v_pool, *batch)
+    out = paged_attention(*arguments, k_scale=k_scale, v_scale=v_scale, **TPU)
+    right = paged_attention(*arguments, k_scale=scales[0], v_scale=scales[1], backend="reference")
+    assert error(out, np.asarray(right, np.float64)) <= TOLERANCE["float32"]
+
+
+def test_log_sum_exp_and_a_decode_of_nothing() -> None:
+    problem = make_problem([513, 0, 1, 64], [1] * 4, heads=(16, 1), head_dim=128)
+    q, *arrays, _ = problem.arguments()
+    out, lse = paged_decode(q, *arrays, return_lse=True, **TPU)
+    expected, expected_lse = paged_decode(q, *arrays, return_lse=True, backend="reference")
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+    np.testing.assert_allclose(out, expected, atol=1e-5)
+
+
+def test_programs_that_share_the_kv_heads_and_small_query_tiles_change_no_bit() -> None:
+    problem = make_problem([90, 33], [40, 5], heads=(8, 4), head_dim=128)
+    outs = [
+        tiled_attention(*problem.arguments(), scale=0.1, config=Config(kv_heads, tokens), interpret=TPU["interpret"])[0]
+        for kv_heads, tokens in ((4, 64), (2, 16))
+    ]
+    np.testing.assert_array_equal(*outs)
+
+
+@pytest.mark.parametrize(
+    ("options", "lens"),
+    [({"causal": True}, None), ({"causal": True, "sliding_window": 40, "soft_cap": 2.0}, [600, 150]), ({}, [70, 0])],
+    ids=str,
+)
+def test_flash_attention(options: dict[str, Any], lens: list[int] | None) -> None:
+    rng = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(rng.standard_normal((2, n, h, 80), np.float32)) for n, h in ((150, 6), (600, 2), (600, 2)))
+    kv_lens = None if lens is None else jnp.asarray(lens, jnp.int32)
+    right = flash_attention(q, k, v, kv_lens=kv_lens, backend="reference", **options)
+    if lens is not None:
+        k, v = (x.at[1, lens[1] :].set(np.nan) for x in (k, v))
+    out = flash_attention(q, k, v, kv_lens=kv_lens, **TPU, **options)
+    assert error(out, np.asarray(right, np.float64)) <= TOLERANCE["float32"]
+
+
+def test_blocks_are_copied_many_at_a_time_and_others_left_alone() -> None:
+    rng = np.random.default_rng(0)
+    pools = {
+        "k": jnp.asarray(rng.standard_normal((40, 2, 16, 128)), jnp.bfloat16),
+        "ids": jnp.asarray(rng.integers(0, 9, (40, 3)), jnp.int32),
+        "scale": jnp.asarray(rng.standard_normal((40, 3, 16)), jnp.float32),
+    }
+    src = np.array([1, 1, 2, 0, *range(3, 15), 0], np.int32)
+    dst = np.array([20, 21, 22, 0, *range(23, 35), 0], np.int32)
+    copied = copy_blocks(pools, jnp.asarray(src), jnp.asarray(dst), **TPU)
+    for name, pool in pools.items():
+        np.testing.assert_array_equal(copied[name], pool.at[dst].set(pool[src]))
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int8"])
+def test_tokens_are_written_where_they_belong(dtype: str) -> None:
+    rng = np.random.default_rng(0)
+    k, v = (jnp.asarray(rng.standard_normal((6, 2, 128)), jnp.float32) for _ in range(2))
+    pool, scale = jnp.full((3, 2, 128, 128), 5, dtype), jnp.full((3, 2, 128), 7.0)
+    slots = jnp.array([128, 383, 200, -1, 384, 0], jnp.int32)
+    options = {"k_scale": scale, "v_scale": scale} if dtype == "int8" else {}
+    arguments = (k, v, pool, pool, slots)
+    for out, right in zip(write_kv(*arguments, **options, **TPU), write_kv(*arguments, **options), strict=True):
+        np.testing.assert_array_equal(out[1:], right[1:])
+
+
+def test_the_detector_finds_a_planted_race(capsys: pytest.CaptureFixture[str]) -> None:
+    """So we know that it looks: a buffer is read while its DMA is under way."""
+
+    def hasty(x_ref, out_ref, buffer, arrived):
+        copy = pltpu.make_async_copy(x_ref, buffer, arrived)
+        copy.start()
+        out_ref[...] = buffer[...]
+        copy.wait()
+
+    x = jnp.ones((8, 128))
+    call = pl.pallas_call(
+        hasty,
+        out_shape=jax.ShapeDtypeStruct(x.shape, x.dtype),
+        in_specs=[pl.BlockSpec(memory_space=pl.ANY)],
+        scratch_shapes=[pltpu.VMEM(x.shape, x.dtype), pltpu.SemaphoreType.DMA],
+        interpret=TPU["interpret"],
+    )
+    message = ""
+    try:
+        jax.block_until_ready(call(x))
+    except Exception as race:  # JAX 0.12 raises what its callback raised, 0.10 prints
+        message = str(race)
+        pltpu.reset_tpu_interpret_mode_state()
+    assert RACE in message + capsys.readouterr().out
+
+
+def _pool(shape: tuple[int, ...], dtype: str = "float32") -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(shape, jnp.dtype(dtype))
+
+
+@pytest.mark.parametrize(
+    ("op", "arrays", "message"),
+    [
+        ("paged_decode", [_pool((4, 8, 64)), _pool((9, 2, 16, 64))], "rows of 64 numbers.*multiple of 128"),
+        ("write_kv", [_pool((4, 2, 64)), _pool((9, 2, 16, 64))], "rows of 64 numbers.*multiple of 128"),
+        ("paged_decode", [_pool((4, 8, 128)), _pool((9, 2, 4, 128))], "block_size 4.*8 to 256"),
+        ("paged_attention", [_pool((4, 8, 128)), _pool((9, 2, 512, 128))], "block_size 512.*8 to 256"),
+        ("paged_attention", [_pool((4, 8, 128), "float16"), _pool((9, 2, 16, 128))], "^q is float16"),
+        ("paged_decode", [_pool((4, 8, 128)), _pool((9, 2, 16, 128), "float16")], "^k_pool is float16"),
+        ("flash_attention", [_pool((1, 4, 8, 64)), _pool((1, 4, 8, 64), "float16")], "^k is float16"),
+        ("paged_decode", [_pool((4, 8, 128)), _pool((9, 2, 64, 128), "int8")], "int8 with block_size 64.*of 128"),
+        ("paged_decode", [_pool((4, 9, 128)), _pool((9, 3, 128, 128), "float8_e4m3fn")], "3 KV heads.*1, 2, 4 or"),
+    ],
+)
+def test_limits_are_named(op: str, arrays: list[Any], message: str) -> None:
+    problem = load("tpu").unsupported(op, *arrays)
+    assert problem is not None
+    with pytest.raises(ValueError, match=message):
+        raise ValueError(problem)
+
+
+def test_what_is_within_the_limits_is_taken() -> None:
+    unsupported = load("tpu").unsupported
+    for block_size in (8, 16, 32, 64, 128, 256):
+        assert unsupported("paged_decode", _pool((4, 6, 128)), _pool((9, 3, block_size, 128), "bfloat16")) is None
+    assert unsupported("paged_attention", _pool((4, 8, 128)), _pool((9, 8, 128, 128), "int8")) is None
+    assert unsupported("flash_attention", _pool((1, 4, 8, 80)), _pool((1, 4, 8, 80))) is None
+    assert unsupported("copy_blocks", _pool((4,), "bool"), _pool((4, 3, 5), "float16")) is None
+
+
+def test_a_limit_reaches_the_caller_by_name() -> None:
+    q, *arrays = make_problem([5], [1], head_dim=64).arguments()
+    with pytest.raises(ValueError, match="rows of 64 numbers"):
+        paged_attention(q, *arrays, **TPU)
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"kv_heads": 0, "query_tokens": 1}, "kv_heads is 0"),
+        ({"kv_heads": 1, "query_tokens": 24}, "query_tokens is 24"),
+        ({"kv_heads": 1, "query_tokens": 16, "kv_tokens": 128}, "kv_tokens is 128"),
+    ],
+)
+def test_a_config_checks_itself(fields: dict[str, int], message: str) -> None:
+    with pytest.raises(ValueError, match=message):
+        Config(**fields)
+
+
+def test_many_wide_heads_are_shared_out_among_programs() -> None:
+    small = default_config(8, 4, 128, jnp.bfloat16, jnp.bfloat16, decode=True)
+    large = default_config(32, 1, 256, jnp.float32, jnp.float32, decode=True)
+    assert small.kv_heads == 8
+    assert large.kv_heads < 32 and 32 % large.kv_heads == 0
