@@ -278,30 +278,33 @@ def flash_attention(
     sliding_window: int | None = None,
     soft_cap: float | None = None,
 ) -> Float[Array, "batch q_len heads head_dim"]:
-    """Contiguous: tiles of 64 queries against tiles of 128 keys, all sequences of the batch together."""
+    """Contiguous: tiles of 64 queries of one sequence, or one query each of eight, against tiles of 128 keys."""
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     group, rows, width = heads // kv_heads, min(QUERY_ROWS, q_len), min(TILE, kv_len)
-    lens = jnp.full(batch, kv_len) if kv_lens is None else kv_lens
+    members = min(batch, max(1, DECODE_ROWS // rows))
     pieces = -(-q_len // rows)
+    all_lens = jnp.full(batch, kv_len) if kv_lens is None else kv_lens
 
     def attend(i, out):
-        start = jnp.minimum(i * rows, q_len - rows)  # a last piece that overlaps the one before repeats its rows
-        queries = lax.dynamic_slice_in_dim(q, start, rows, axis=1).astype(jnp.float32) * scale
-        queries = queries.reshape(batch, rows, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
-        queries = queries.reshape(batch * kv_heads, group * rows, head_dim)
+        # A last piece that overlaps the one before computes the shared rows twice, and alike.
+        seq = jnp.minimum(i // pieces * members, batch - members)
+        start = jnp.minimum(i % pieces * rows, q_len - rows)
+        lens = lax.dynamic_slice_in_dim(all_lens, seq, members)
+        queries = lax.dynamic_slice(q, (seq, start, 0, 0), (members, rows, heads, head_dim)).astype(jnp.float32) * scale
+        queries = queries.reshape(members, rows, kv_heads, group, head_dim).transpose(0, 2, 3, 1, 4)
+        queries = queries.reshape(members * kv_heads, group * rows, head_dim)
         ends = start + lens[:, None] - q_len if causal else lens[:, None] - 1
         last = ends + jnp.arange(rows) * causal
 
         def step(tile, state):
             first = jnp.minimum(tile * width, kv_len - width)
             position = first + jnp.arange(width)
-            fresh = position >= tile * width
-            own = fresh & (position < lens[:, None])
+            own = (position >= tile * width) & (position < lens[:, None])
 
             def read(x):
-                part = lax.dynamic_slice_in_dim(x, first, width, axis=1).astype(jnp.float32)
-                return part.transpose(0, 2, 1, 3).reshape(batch * kv_heads, width, head_dim)
+                part = lax.dynamic_slice(x, (seq, first, 0, 0), (members, width, kv_heads, head_dim))
+                return part.astype(jnp.float32).transpose(0, 2, 1, 3).reshape(members * kv_heads, width, head_dim)
 
             values = jnp.where(jnp.repeat(own, kv_heads, axis=0)[..., None], read(v), 0)
             keep = own[:, None] & (position <= last[..., None])
@@ -310,14 +313,14 @@ def flash_attention(
             keep = jnp.repeat(jnp.tile(keep, (1, group, 1)), kv_heads, axis=0)
             return _attend_tile(state, queries, read(k), values, keep, soft_cap)
 
-        begin = jnp.zeros((), jnp.int32) if sliding_window is None else jnp.maximum(last.min() - sliding_window + 1, 0)
+        begin = 0 if sliding_window is None else jnp.maximum(last.min() - sliding_window + 1, 0) // width
         end = _cdiv(jnp.minimum(lens.max(), last.max() + 1), width)
-        state = lax.fori_loop(begin // width, end, step, _Softmax.start(*queries.shape))
-        new = state.finish()[0].reshape(batch, kv_heads, group, rows, head_dim).transpose(0, 3, 1, 2, 4)
-        new = new.reshape(batch, rows, heads, head_dim).astype(q.dtype)
-        return lax.dynamic_update_slice_in_dim(out, new, start, axis=1)
+        state = lax.fori_loop(begin, end, step, _Softmax.start(*queries.shape))
+        new = state.finish()[0].reshape(members, kv_heads, group, rows, head_dim).transpose(0, 3, 1, 2, 4)
+        new = new.reshape(members, rows, heads, head_dim).astype(q.dtype)
+        return lax.dynamic_update_slice(out, new, (seq, start, 0, 0))
 
-    return lax.fori_loop(0, pieces, attend, jnp.zeros_like(q))
+    return lax.fori_loop(0, -(-batch // members) * pieces, attend, jnp.zeros_like(q))
 
 
 def _cdiv(a: Array, b: int) -> Array:
