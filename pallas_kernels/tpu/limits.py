@@ -18,10 +18,10 @@ def unsupported(op: str, *arrays: Array) -> str | None:
     for name, array in zip(names, arrays, strict=True):
         if str(array.dtype) == "float16":
             return f"{name} is float16; the tpu kernels take float32 and bfloat16, which TPUs compute with"
-    return None if op == "flash_attention" else _unsupported_pool(op, arrays[1])
+    return None if op == "flash_attention" else _unsupported_pool(arrays[1])
 
 
-def _unsupported_pool(op: str, k_pool: Array) -> str | None:
+def _unsupported_pool(k_pool: Array) -> str | None:
     _, kv_heads, block_size, stored_dim = k_pool.shape
     if stored_dim % LANES:
         return (
@@ -30,7 +30,7 @@ def _unsupported_pool(op: str, k_pool: Array) -> str | None:
         )
     if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
         return f"k_pool has block_size {block_size}; the tpu kernels take {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
-    if str(k_pool.dtype) in QUANTIZED and op != "write_kv":
+    if str(k_pool.dtype) in QUANTIZED:
         if block_size % LANES:
             return (
                 f"k_pool is {k_pool.dtype} with block_size {block_size}; the tpu kernels need a multiple of {LANES} "

@@ -25,7 +25,7 @@ pytestmark = pytest.mark.jax_matrix
 TPU: dict[str, Any] = {"backend": "tpu", "interpret": pltpu.InterpretParams(detect_races=True)}
 RACE = "RACE DETECTED"
 
-# A step of the kernel is 256 tokens, a query tile 64 or more: decodes and chunks over several of both, two chunks in one
+# A step of the kernel is 256 tokens, a query tile 64 or more: decodes and chunks over several of both, chunks in one
 # tile, a sequence that rests, a row of padding and some tokens of it.
 BATCH: dict[str, Any] = {
     "seq_lens": (1, 300, 40, 280, 5, 513, 70),
@@ -71,7 +71,7 @@ def test_window_and_cap_and_the_garbage_behind_the_window() -> None:
 
 
 def test_where_blocks_lie_and_who_is_beside_a_sequence_change_no_bit() -> None:
-    """A chunk, a pair and a decode of three sequences alone, with their blocks elsewhere and their queries in other rows."""
+    """A chunk, a pair and a decode of three sequences alone, their blocks elsewhere, their queries in other rows."""
     problem = make_problem(**BATCH)
     place = np.concatenate([[0], 1 + np.random.default_rng(1).permutation(problem.num_blocks - 1)])
     keep = [5, 3, 6]
@@ -116,7 +116,7 @@ def test_log_sum_exp_and_a_decode_of_nothing() -> None:
     q, *arrays, _ = problem.arguments()
     out, lse = paged_decode(q, *arrays, return_lse=True, **TPU)
     expected, expected_lse = paged_decode(q, *arrays, return_lse=True, backend="reference")
-    np.testing.assert_allclose(lse, expected_lse, rtol=1e-6)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5)
     np.testing.assert_allclose(out, expected, atol=1e-5)
 
 
