@@ -53,7 +53,7 @@ def resolve_backend(
             )
         return backend, "asked for by name"
     obstacle = f"there is no Pallas kernel for the platform {platform}"
-    for name in {"gpu": ("mosaic_gpu", "triton"), "tpu": ("tpu",)}.get(platform, ()):
+    for name in _CANDIDATES.get(platform, ()):
         obstacle = _obstacle(name, platform, compute_capability)
         if obstacle is None:
             return name, _REASONS[name]
@@ -63,13 +63,25 @@ def resolve_backend(
 def choose(op: str, backend: str, interpret: Interpret, *arrays: Array) -> str:
     """The backend for an op on these arrays: `auto` falls back where a kernel does not take them, a named one refuses.
 
+    Args:
+        op: name of the public op.
+        backend, interpret: as the op was given them.
+        arrays: what decides, or their shapes (`jax.ShapeDtypeStruct`): of the attention ops q and the pool of K, of
+            `write_kv` k and that pool, of `copy_blocks` all pools.
+
     Raises:
         ValueError: as `resolve_backend`, or a limit of the kernel, by name.
     """
     name, _ = resolve_backend(backend, interpret=interpret)
+    if backend == "auto" and not interpret:
+        platform = jax.default_backend()
+        fitting = (
+            candidate
+            for candidate in _CANDIDATES.get(platform, ())
+            if _obstacle(candidate, platform, None) is None and load(candidate).unsupported(op, *arrays) is None
+        )
+        return next(fitting, "xla")
     if name in PALLAS and (problem := load(name).unsupported(op, *arrays)):
-        if backend == "auto" and not interpret:
-            return "xla"
         raise ValueError(problem)
     return name
 
@@ -79,6 +91,7 @@ def load(backend: str) -> ModuleType:
     return importlib.import_module(f"pallas_kernels.{backend}")
 
 
+_CANDIDATES = {"gpu": ("mosaic_gpu", "triton"), "tpu": ("tpu",)}  # the first that fits is taken
 _REASONS = {
     "mosaic_gpu": "an NVIDIA GPU of compute capability 9.0",
     "triton": "an NVIDIA GPU of compute capability 8.0 or more",

@@ -13,7 +13,7 @@ FLOAT8_CAPABILITY = 8.9  # below it, LLVM ends the process when it meets a conve
 COPIED = (*FLOATS, *QUANTIZED, "bool", *(f"{kind}{bits}" for kind in ("int", "uint") for bits in (8, 16, 32)))
 
 
-def unsupported(op: str, *arrays: Array) -> str | None:
+def unsupported(op: str, *arrays: Array | jax.ShapeDtypeStruct) -> str | None:
     """Why an op on these arrays, good ones for other backends, cannot be taken here; None if it can.
 
     Args:
@@ -24,7 +24,7 @@ def unsupported(op: str, *arrays: Array) -> str | None:
     return refusal(op, arrays, capability)
 
 
-def refusal(op: str, arrays: tuple[Array, ...], compute_capability: str | None) -> str | None:
+def refusal(op: str, arrays: tuple[Array | jax.ShapeDtypeStruct, ...], compute_capability: str | None) -> str | None:
     """`unsupported`, for a chip that may not be here.
 
     Args:
@@ -48,13 +48,13 @@ def refusal(op: str, arrays: tuple[Array, ...], compute_capability: str | None) 
     return next((reason for array in arrays if (reason := _not_addressed(array))), None)
 
 
-def _not_copied(pool: Array) -> str | None:
+def _not_copied(pool: Array | jax.ShapeDtypeStruct) -> str | None:
     if str(pool.dtype) not in COPIED:
         return f"a pool is {pool.dtype}; the triton kernel copies {', '.join(COPIED)}"
     return _not_addressed(pool)
 
 
-def _not_addressed(array: Array) -> str | None:
+def _not_addressed(array: Array | jax.ShapeDtypeStruct) -> str | None:
     """Triton has offsets of 64 bits for arrays above 2**32 bytes, and of 32 bits with a sign below."""
     if array.dtype.itemsize == 1 and 2**31 < array.size <= 2**32:
         return (

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from paged_problem import make_problem
 
 from pallas_kernels import paged_attention, paged_decode, resolve_backend, write_kv
+from pallas_kernels.dispatch import choose
 
 NAMES = ("q", "k_pool", "v_pool", "block_tables", "seq_lens", "query_start_loc")
 
@@ -93,6 +96,9 @@ def test_wrong_arguments_of_write_kv(changes: dict[str, Any], message: str) -> N
     ("backend", "chip", "expected"),
     [
         ("auto", {"platform": "cpu"}, ("xla", "no Pallas kernel for the platform cpu")),
+        ("auto", {"platform": "tpu"}, ("tpu", "a TPU")),
+        ("auto", {"platform": "gpu", "compute_capability": "9.0"}, ("mosaic_gpu", "compute capability 9.0")),
+        ("mosaic_gpu", {"platform": "gpu", "compute_capability": "9.0"}, ("mosaic_gpu", "asked for by name")),
         ("auto", {"platform": "gpu", "compute_capability": "8.0"}, ("triton", "compute capability 8.0 or more")),
         ("auto", {"platform": "gpu", "compute_capability": "10.0"}, ("triton", "compute capability 8.0 or more")),
         ("auto", {"platform": "gpu", "compute_capability": "7.5"}, ("xla", "compute capability 7.5 is below 8.0")),
@@ -106,6 +112,33 @@ def test_backend_and_reason(backend: str, chip: dict[str, Any], expected: tuple[
     name, reason = resolve_backend(backend, **chip)
     assert name == expected[0]
     assert expected[1] in reason
+
+
+@pytest.mark.parametrize(
+    ("backend", "chip", "message"),
+    [
+        ("tpu", {"platform": "gpu", "compute_capability": "9.0"}, "there is no tpu kernel for the platform gpu"),
+        ("mosaic_gpu", {"platform": "gpu", "compute_capability": "8.0"}, "compute capability 8.0 is not 9.x"),
+        ("mosaic_gpu", {"platform": "gpu", "compute_capability": "10.0"}, "compute capability 10.0 is not 9.x"),
+        ("triton", {"platform": "gpu", "compute_capability": "7.5"}, "compute capability 7.5 is below 8.0"),
+        ("triton", {"platform": "tpu"}, "there is no triton kernel for the platform tpu"),
+    ],
+)
+def test_a_chip_that_is_too_old_or_another_is_refused(backend: str, chip: dict[str, Any], message: str) -> None:
+    with pytest.raises(ValueError, match=f"backend is '{backend}', but {message}"):
+        resolve_backend(backend, **chip)
+
+
+def test_auto_takes_the_next_backend_where_the_first_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On Hopper, Mosaic GPU takes no float32, Triton does; neither takes a head of 512."""
+    monkeypatch.setattr("pallas_kernels.dispatch.jax.default_backend", lambda: "gpu")
+    monkeypatch.setattr("pallas_kernels.dispatch.jax.devices", lambda: [SimpleNamespace(compute_capability="9.0")])
+
+    def chosen(dtype: str, head_dim: int) -> str:
+        q, k_pool = (jax.ShapeDtypeStruct(shape, dtype) for shape in ((8, 4, head_dim), (9, 2, 16, head_dim)))
+        return choose("paged_attention", "auto", False, q, k_pool)
+
+    assert [chosen("bfloat16", 128), chosen("float32", 128), chosen("bfloat16", 512)] == ["mosaic_gpu", "triton", "xla"]
 
 
 def test_auto_falls_back_where_jax_has_no_triton(monkeypatch: pytest.MonkeyPatch) -> None:
