@@ -19,7 +19,8 @@ from jax.experimental import topologies
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from pallas_kernels import blocks
-from pallas_kernels.bench.cases import ATTENTION, Case
+from pallas_kernels.bench import problems
+from pallas_kernels.bench.cases import Case
 from pallas_kernels.chips import CHIPS, Chip
 from pallas_kernels.dispatch import load
 
@@ -83,9 +84,7 @@ def compile_case(chip: Chip, backend: str, case: Case) -> jax.stages.Compiled:
         function = getattr(blocks, case.op)
     else:
         package = load(backend)
-        operands = arrays[:2] if case.op in ATTENTION else (arrays[0][0], arrays[1][0])
-        operands = jax.tree.leaves(arrays[0]) if case.op == "copy_blocks" else operands
-        if problem := package.unsupported(case.op, *operands):
+        if problem := package.unsupported(case.op, *problems.operands(case, arrays)):
             raise ValueError(problem)
         function = functools.partial(getattr(package, case.op), **case.options())
     mesh = Mesh(np.array([device(chip)]), ("x",))

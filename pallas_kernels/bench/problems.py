@@ -39,6 +39,33 @@ def random_table(case: Case, seed: int = 0) -> jax.Array:
     return jnp.asarray(ids.reshape(case.seqs, -1), jnp.int32)
 
 
+def internal_arguments(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Arrays for the internal contract of a backend's op, positional and by name; all sequences are of full length."""
+    shapes, named_shapes = case.arguments()
+    pools = random_pools(case)
+    q = _queries(case)
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, case.stored_dim - case.head_dim)))
+    lens = jnp.full(case.seqs, case.context, jnp.int32)
+    if case.op == "flash_attention":
+        k, v = (jax.random.normal(jax.random.key(i), shapes[1].shape, shapes[1].dtype) for i in range(2))
+        return (q.reshape(shapes[0].shape), k, v, lens), {}
+    if case.op == "write_kv":
+        new = tuple(jnp.ones(shape.shape, shape.dtype) for shape in shapes[0])
+        return (new, pools, _slots(case)), {}
+    if case.op == "copy_blocks":
+        return (pools, *_two_sets(case)), {}
+    starts = jnp.arange(case.seqs + 1, dtype=jnp.int32) * case.queries
+    batch = (random_table(case), lens) if case.op == "paged_decode" else (random_table(case), lens, starts)
+    return (q, *pools[:2], *batch), dict(zip(named_shapes, pools[2:], strict=True))
+
+
+def operands(case: Case, arrays: tuple[Any, ...]) -> list[Any]:
+    """Those of an op's positional arguments that `unsupported` looks at."""
+    if case.op == "copy_blocks":
+        return jax.tree.leaves(arrays[0])
+    return [arrays[0][0], arrays[1][0]] if case.op == "write_kv" else list(arrays[:2])
+
+
 def calls(case: Case) -> dict[str, Call]:
     """What to time: "ours", and for attention whichever of "flash", "jax" and "cudnn" there is here.
 
@@ -126,8 +153,7 @@ def _cudnn(q: jax.Array, k: jax.Array, v: jax.Array, *, causal: bool) -> dict[st
 def _move_call(case: Case) -> Call:
     """An op that moves blocks or tokens; what it updates in place is handed from call to call."""
     pools = random_pools(case)
-    order = np.random.default_rng(0).permutation(case.num_blocks - 1)[: 2 * case.blocks] + 1
-    src, dst = (jnp.asarray(part, jnp.int32) for part in np.split(order, 2))
+    src, dst = _two_sets(case)
     if case.op == "gather_blocks":
         return functools.partial(pallas_kernels.gather_blocks, pools, src)
     if case.op == "scatter_blocks":
@@ -149,8 +175,7 @@ def _move_call(case: Case) -> Call:
 def _write_step(case: Case) -> Any:
     shape = (2, case.tokens, case.kv_heads, case.head_dim)
     k, v = jax.random.normal(jax.random.key(3), shape, jnp.dtype(case.dtype))
-    slots = np.random.default_rng(1).permutation((case.num_blocks - 1) * case.block_size)[: case.tokens]
-    slots = jnp.asarray(slots + case.block_size, jnp.int32)
+    slots = _slots(case)
     names = ("k_scale", "v_scale") if case.pool_dtype in QUANTIZED else ()
 
     def step(pools: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
@@ -158,3 +183,15 @@ def _write_step(case: Case) -> Any:
         return pallas_kernels.write_kv(k, v, pools[0], pools[1], slots, **scales)
 
     return jax.jit(step, donate_argnums=0)
+
+
+def _two_sets(case: Case) -> list[jax.Array]:
+    """Blocks to copy from and others to copy to."""
+    order = np.random.default_rng(0).permutation(case.num_blocks - 1)[: 2 * case.blocks] + 1
+    return [jnp.asarray(part, jnp.int32) for part in np.split(order, 2)]
+
+
+def _slots(case: Case) -> jax.Array:
+    """A slot of its own for each token, none of the null block."""
+    slots = np.random.default_rng(1).permutation((case.num_blocks - 1) * case.block_size)[: case.tokens]
+    return jnp.asarray(slots + case.block_size, jnp.int32)
