@@ -9,28 +9,34 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from pagedjax.errors import ConfigError
+from pagedjax.scalars import is_int, is_number, make_plain, plain, shown
 
 DTYPES = ("float32", "bfloat16")
 KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
 ATTENTION_BACKENDS = ("auto", "reference", "xla", "triton")
+ROPE_SCALING_KEYS = {
+    "linear": ("factor",),
+    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+}
+"""What each way of scaling rotary positions needs, by its `rope_type`."""
 
 
 def require(ok: bool, name: str, given: object, allowed: str) -> None:
     """Raises ConfigError naming the field, what was given and what is allowed."""
     if not ok:
-        raise ConfigError(f"{name}={given!r} is not allowed: {name} must be {allowed}")
-
-
-def _is_int(value: object, least: int) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool) and value >= least
+        raise ConfigError(f"{name}={shown(given)} is not allowed: {name} must be {allowed}")
 
 
 def _require_int(name: str, value: object, least: int) -> None:
-    require(_is_int(value, least), name, value, f"an integer of at least {least}")
+    require(is_int(value, least), name, value, f"an integer of at least {least}")
 
 
 def _require_optional_int(name: str, value: object, least: int) -> None:
-    require(value is None or _is_int(value, least), name, value, f"None or an integer of at least {least}")
+    require(value is None or is_int(value, least), name, value, f"None or an integer of at least {least}")
+
+
+def _require_positive(name: str, value: object) -> None:
+    require(is_number(value) and value > 0, name, value, "a positive number")  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +67,7 @@ class ModelConfig:
     model_type: str = "llama"
 
     def __post_init__(self) -> None:
+        make_plain(self)
         for name in (
             "vocab_size",
             "hidden_size",
@@ -79,13 +86,31 @@ class ModelConfig:
             f"a divisor of num_heads={self.num_heads}",
         )
         require(self.head_dim % 2 == 0, "head_dim", self.head_dim, "even (rotary embedding turns pairs)")
-        require(self.rope_theta > 0, "rope_theta", self.rope_theta, "positive")
-        require(self.rms_norm_eps > 0, "rms_norm_eps", self.rms_norm_eps, "positive")
+        for name in ("rope_theta", "rms_norm_eps"):
+            _require_positive(name, getattr(self, name))
+        tied = self.tie_word_embeddings
+        require(isinstance(tied, bool), "tie_word_embeddings", tied, "True or False")
+        require(
+            isinstance(self.eos_token_ids, tuple | list), "eos_token_ids", self.eos_token_ids, "a tuple of token ids"
+        )
+        object.__setattr__(self, "eos_token_ids", tuple(plain(token) for token in self.eos_token_ids))
+        beginnings = () if self.bos_token_id is None else (self.bos_token_id,)
+        for name, ids in (("eos_token_ids", self.eos_token_ids), ("bos_token_id", beginnings)):
+            for token in ids:
+                ok = is_int(token, 0) and token < self.vocab_size
+                require(ok, name, token, f"a token id, an integer in [0, {self.vocab_size})")
         if self.rope_scaling is not None:
-            kind = dict(self.rope_scaling).get("rope_type")
-            require(kind in ("linear", "llama3"), "rope_scaling.rope_type", kind, "'linear' or 'llama3'")
-        for token in (*self.eos_token_ids, *(() if self.bos_token_id is None else (self.bos_token_id,))):
-            require(0 <= token < self.vocab_size, "special token id", token, f"in [0, {self.vocab_size})")
+            self._check_rope_scaling(dict(self.rope_scaling))
+
+    def _check_rope_scaling(self, scaling: dict[str, object]) -> None:
+        kind = scaling.get("rope_type")
+        keys = ROPE_SCALING_KEYS.get(kind) if isinstance(kind, str) else None
+        require(keys is not None, "rope_type", kind, " or ".join(map(repr, ROPE_SCALING_KEYS)))
+        for key in keys or ():
+            _require_positive(key, scaling.get(key))
+        if kind == "llama3":
+            low, high = (scaling[f"{end}_freq_factor"] for end in ("low", "high"))
+            require(high > low, "high_freq_factor", high, f"above low_freq_factor={low}")  # type: ignore[operator]
 
 
 @dataclass(frozen=True, slots=True)
@@ -103,15 +128,16 @@ class CacheConfig:
     watermark: float = 0.01
 
     def __post_init__(self) -> None:
+        make_plain(self)
         require(
-            _is_int(self.block_size, 1) and self.block_size & (self.block_size - 1) == 0,
+            is_int(self.block_size, 1) and self.block_size & (self.block_size - 1) == 0,
             "block_size",
             self.block_size,
             "a power of two (1, 2, 4, ... tokens)",
         )
         _require_int("num_blocks", self.num_blocks, 1)
-        number = isinstance(self.watermark, int | float)
-        require(number and 0.0 <= self.watermark < 1.0, "watermark", self.watermark, "in [0, 1)")
+        ok = is_number(self.watermark) and 0.0 <= self.watermark < 1.0
+        require(ok, "watermark", self.watermark, "in [0, 1)")
 
     @property
     def watermark_blocks(self) -> int:
@@ -141,6 +167,9 @@ class SchedulerConfig:
     enable_chunked_prefill: bool = True
 
     def __post_init__(self) -> None:
+        make_plain(self)
+        chunked = self.enable_chunked_prefill
+        require(isinstance(chunked, bool), "enable_chunked_prefill", chunked, "True or False")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
             _require_int(name, getattr(self, name), 1)
         require(
@@ -194,6 +223,7 @@ class EngineConfig:
     seed: int = 0
 
     def __post_init__(self) -> None:
+        make_plain(self)
         require(self.dtype in DTYPES, "dtype", self.dtype, f"one of {', '.join(DTYPES)}")
         require(
             self.kv_cache_dtype in KV_CACHE_DTYPES,
@@ -217,7 +247,7 @@ class EngineConfig:
         )
         for name in ("enable_chunked_prefill", "attention_interpret", "overlap"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        require(_is_int(self.seed, 0) and self.seed < 2**63, "seed", self.seed, "an integer in [0, 2**63)")
+        require(is_int(self.seed, 0) and self.seed < 2**63, "seed", self.seed, "an integer in [0, 2**63)")
         CacheConfig(self.block_size, self.num_blocks or 1, self.watermark)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require_int(name, getattr(self, name), 1)

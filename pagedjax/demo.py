@@ -83,6 +83,7 @@ def main() -> int:
         print(f"pagedjax: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("pagedjax: interrupted", file=sys.stderr)
         return 130
     return 0
 

@@ -10,17 +10,16 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import count
 from typing import Any
 
 import jax
-from tqdm import tqdm
 
 from pagedjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
 from pagedjax.device.backend import choose_backend
-from pagedjax.device.kv_pool import PoolInfo, free_device_bytes, plan_pool
+from pagedjax.device.kv_pool import PoolInfo, plan_pool
+from pagedjax.device.memory import free_memory
 from pagedjax.device.programs import num_compilations
 from pagedjax.device.runner import InFlight, PromptRows, Runner, StepOutput
 from pagedjax.errors import ConfigError, EngineDead, InvalidRequest, UnknownRequest
@@ -29,10 +28,12 @@ from pagedjax.host.plan import StepPlan
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.interrupt import interrupts_deferred
 from pagedjax.models.loader import LoadedModel
+from pagedjax.models.progress import bar
 from pagedjax.output import RequestTracker
+from pagedjax.prompt import Prompt, check_tokens, read_prompt
 from pagedjax.request import Request, RequestOutput, SamplingParams
+from pagedjax.scalars import is_number, plain, shown
 
-Prompt = str | Mapping[str, Any]
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # spreads the requests' default seeds (Weyl sequence with the golden ratio)
 
 
@@ -48,6 +49,7 @@ class EngineStats:
         prepare_seconds: making arrays and dispatching programs.
         device_wait_seconds: waiting for results.
         output_seconds: detokenising and making outputs.
+        compile_seconds: compiling programs in steps and `warmup()`; in none of the other times.
         num_compilations: programs compiled (or taken from the persistent cache).
         usage: of the pool's slots now.
         peak_blocks: blocks held at most at the same time.
@@ -64,6 +66,7 @@ class EngineStats:
     prepare_seconds: float
     device_wait_seconds: float
     output_seconds: float
+    compile_seconds: float
     num_compilations: int
     usage: KVUsage
     num_blocks: int
@@ -74,6 +77,7 @@ class EngineStats:
 @dataclass(slots=True)
 class _Counters:
     num_compilations: int
+    compile_seconds: float
     num_preemptions: int
     num_steps: int = 0
     prompt_tokens: int = 0
@@ -84,6 +88,13 @@ class _Counters:
     output_seconds: float = 0.0
     peak_slots: int = 0
     utilisation_sum: float = 0.0
+
+
+def check_config(config: Any) -> EngineConfig:
+    """The configuration, or the default one for None. Raises ConfigError for anything else."""
+    if config is not None and not isinstance(config, EngineConfig):
+        raise ConfigError(f"config={shown(config)} must be an EngineConfig, or None")
+    return config or EngineConfig()
 
 
 def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
@@ -104,13 +115,16 @@ class Engine:
     Args:
         model: from `pagedjax.models.loader.load_model`.
         config: what the user set.
+        progress: say on stderr what is compiled, where that takes longer than a second.
 
     Raises:
-        ConfigError: the pool leaves no block, or lengths contradict the model.
+        ConfigError: the pool leaves no block or does not fit into memory, or lengths contradict the model.
     """
 
-    def __init__(self, model: LoadedModel, config: EngineConfig | None = None) -> None:
-        self.config = config or EngineConfig()
+    def __init__(self, model: LoadedModel, config: EngineConfig | None = None, progress: bool = True) -> None:
+        if not isinstance(model, LoadedModel):
+            raise ConfigError(f"model={shown(model)} must be a LoadedModel, which load_model() gives")
+        self.config = check_config(config)
         self.model_config = model.config
         self.params = model.params
         self.tokenizer = model.tokenizer
@@ -123,11 +137,12 @@ class Engine:
             enable_chunked_prefill=self.config.enable_chunked_prefill,
         )
         device = next(iter(jax.tree.leaves(self.params)[0].devices()))
-        self.pool_info: PoolInfo = plan_pool(self.config, model.config, self.max_model_len, free_device_bytes(device))
+        self.pool_info: PoolInfo = plan_pool(self.config, model.config, self.max_model_len, free_memory(device))
         cache = CacheConfig(self.config.block_size, self.pool_info.num_blocks, self.config.watermark)
         self.scheduler = Scheduler(scheduler_config, PagedAllocator(cache))
         backend, _ = choose_backend(self.config)
         self.runner = Runner(model.config, self.config, self.params, self.pool_info, self.max_model_len, backend)
+        self.runner.programs.progress = progress
         self._trackers: dict[str, RequestTracker] = {}
         self._by_seq: dict[int, RequestTracker] = {}
         self._in_flight: InFlight | None = None
@@ -136,7 +151,7 @@ class Engine:
         self._lock = threading.RLock()
         self._stepping = False
         self._num_requests = 0
-        self._counters = _Counters(num_compilations(), 0)
+        self.reset_stats()
 
     # ------------------------------------------------------------------ requests
 
@@ -164,11 +179,15 @@ class Engine:
         """
         params = SamplingParams() if params is None else params
         if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"params={params!r} must be SamplingParams")
-        if request_id is not None and not isinstance(request_id, str):
-            raise InvalidRequest(f"request_id={request_id!r} must be a string, or None")
-        text, token_ids = self._read_prompt(prompt)
-        self._check_tokens(token_ids, params)
+            raise InvalidRequest(f"params={shown(params)} must be SamplingParams")
+        if request_id is not None:
+            _check_id(request_id)
+        if arrival_time is not None and not is_number(plain(arrival_time)):
+            raise InvalidRequest(f"arrival_time={shown(arrival_time)} must be a number of seconds, or None")
+        text, token_ids = read_prompt(prompt, self.tokenizer)
+        check_tokens(token_ids, params, self.model_config.vocab_size)
+        if params.stop and self.tokenizer is None:
+            raise InvalidRequest(f"stop={params.stop!r} needs a tokenizer, and this model came without one")
         with self._lock:
             return self._add(text, token_ids, params, request_id, arrival_time)
 
@@ -208,6 +227,7 @@ class Engine:
         Raises:
             UnknownRequest: no unfinished request has this id.
         """
+        _check_id(request_id)
         with self._lock:
             late = self._undelivered.pop(request_id, None)
             if request_id in self._trackers:
@@ -220,46 +240,12 @@ class Engine:
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether this request waits or runs, or its end has not been delivered."""
+        _check_id(request_id)
         return request_id in self._trackers or request_id in self._undelivered
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or a step's outputs have not been delivered."""
         return bool(self._trackers or self._undelivered)
-
-    def _read_prompt(self, prompt: Prompt) -> tuple[str | None, tuple[int, ...]]:
-        if isinstance(prompt, str):
-            if self.tokenizer is None:
-                raise InvalidRequest('this model came without a tokenizer: give {"prompt_token_ids": [...]}')
-            try:
-                return prompt, tuple(self.tokenizer(prompt)["input_ids"])
-            except (TypeError, UnicodeError) as error:  # a lone surrogate, say
-                raise InvalidRequest(f"prompt={prompt[:80]!r} is no valid text: {error}") from None
-        if not isinstance(prompt, Mapping) or "prompt_token_ids" not in prompt:
-            raise InvalidRequest(f'prompt={prompt!r} must be a string or {{"prompt_token_ids": [...]}}')
-        unknown = set(prompt) - {"prompt_token_ids", "prompt"}
-        if unknown:
-            raise InvalidRequest(
-                f"prompt has unknown keys {sorted(map(str, unknown))}: allowed are prompt_token_ids and prompt"
-            )
-        try:
-            return prompt.get("prompt"), tuple(map(_as_token_id, prompt["prompt_token_ids"]))
-        except TypeError as error:
-            raise InvalidRequest(f"prompt_token_ids must be a list of integers: {error}") from None
-
-    def _check_tokens(self, token_ids: tuple[int, ...], params: SamplingParams) -> None:
-        if not token_ids:
-            raise InvalidRequest("the prompt is empty: it must have at least one token")
-        vocab = self.model_config.vocab_size
-        for name, ids in (
-            ("prompt", token_ids),
-            ("stop_token_ids", params.stop_token_ids),
-            ("logit_bias", tuple(params.logit_bias or ())),
-        ):
-            wrong = [token for token in ids if not 0 <= token < vocab]
-            if wrong:
-                raise InvalidRequest(f"{name} holds token id {wrong[0]}: ids must be in [0, {vocab}), the vocabulary")
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequest(f"stop={params.stop!r} needs a tokenizer, and this model came without one")
 
     def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
         if params.max_tokens is not None:
@@ -298,12 +284,14 @@ class Engine:
             request_id: of an unfinished request.
             every: keep each of its outputs, or only the latest.
         """
+        _check_id(request_id)
         with self._lock:
             early = self._undelivered.pop(request_id, None)
             self._mailboxes[request_id] = deque(() if early is None else (early,), None if every else 1)
 
     def receive(self, request_id: str) -> RequestOutput:
         """The next output in a request's mailbox; makes steps until there is one. Raises EngineDead, UnknownRequest."""
+        _check_id(request_id)
         while True:
             with self._lock:
                 mailbox = self._mailboxes.get(request_id)
@@ -315,6 +303,7 @@ class Engine:
 
     def close_mailbox(self, request_id: str) -> None:
         """Forgets a mailbox, and ends its request if it has not ended."""
+        _check_id(request_id)
         with self._lock:
             if self._mailboxes.pop(request_id, None) is not None and request_id in self._trackers:
                 self.abort(request_id)
@@ -346,14 +335,15 @@ class Engine:
         return outputs
 
     def _dispatch(self, plan: StepPlan) -> InFlight:
-        began = time.perf_counter()
+        began, compiled = time.perf_counter(), self.runner.programs.compile_seconds
         sequences = {c.seq_id: self._by_seq[c.seq_id].sequence for c in plan.chunks if c.fresh}
         step = self.runner.execute(plan, sequences, self._prompt_rows(plan))
         counters = self._counters
         counters.num_steps += 1
         counters.prompt_tokens += sum(c.num_tokens for c in plan.chunks if c.token_ids)
         self._count_usage(self.scheduler.usage())
-        counters.prepare_seconds += time.perf_counter() - began
+        compiling = self.runner.programs.compile_seconds - compiled
+        counters.prepare_seconds += time.perf_counter() - began - compiling
         return step
 
     def _prompt_rows(self, plan: StepPlan) -> list[PromptRows]:
@@ -421,10 +411,13 @@ class Engine:
             {program: seconds} of what was compiled now; what was there already is not in it.
         """
         programs, calls = self.runner.programs, self.runner.program_calls()
-        before = set(programs.seconds)
-        with tqdm(calls, desc="compiling", unit="program", disable=None if progress else True, leave=False) as bar:
-            for compile_one in bar:
+        before, announced = set(programs.seconds), programs.progress
+        programs.progress = progress and not sys.stderr.isatty()  # there, the bar says it
+        try:
+            for compile_one in bar(calls, "compiling", progress, unit="program"):
                 compile_one()
+        finally:
+            programs.progress = announced
         compiled = {name: seconds for name, seconds in programs.seconds.items() if name not in before}
         if progress and compiled:
             listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in compiled.items())
@@ -437,7 +430,8 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Begins the counters of `stats()` anew."""
-        self._counters = _Counters(num_compilations(), self.scheduler.num_preemptions)
+        compiled = self.runner.programs.compile_seconds
+        self._counters = _Counters(num_compilations(), compiled, self.scheduler.num_preemptions)
 
     def stats(self) -> EngineStats:
         """Counters and the pool's state now."""
@@ -453,6 +447,7 @@ class Engine:
             prepare_seconds=c.prepare_seconds,
             device_wait_seconds=c.device_wait_seconds,
             output_seconds=c.output_seconds,
+            compile_seconds=self.runner.programs.compile_seconds - c.compile_seconds,
             num_compilations=num_compilations() - c.num_compilations,
             usage=self.scheduler.usage(),
             num_blocks=self.pool_info.num_blocks,
@@ -466,7 +461,6 @@ class Engine:
         self._counters.utilisation_sum += usage.token_states / held if held else 0.0
 
 
-def _as_token_id(value: Any) -> int:
-    if isinstance(value, bool) or not hasattr(value, "__index__"):
-        raise TypeError(f"{value!r} is not one")
-    return value.__index__()
+def _check_id(request_id: Any) -> None:
+    if not isinstance(request_id, str):
+        raise InvalidRequest(f"request_id={shown(request_id)} must be a string")

@@ -1,4 +1,4 @@
-"""Keeps Ctrl-C from striking in the middle of a step, where host and device would disagree about what was done."""
+"""Keeps Ctrl-C from striking in the middle of what must not be cut: a step of the engine, Orbax at work."""
 
 from __future__ import annotations
 

@@ -6,14 +6,17 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tqdm import tqdm
+from jinja2 import TemplateError
 
 from pagedjax.config import EngineConfig
 from pagedjax.device.compilation_cache import use_compilation_cache
-from pagedjax.engine import Engine, Prompt
+from pagedjax.engine import Engine, check_config
 from pagedjax.errors import InvalidRequest
-from pagedjax.models.loader import LoadedModel, load_model
-from pagedjax.request import RequestOutput, SamplingParams
+from pagedjax.models.loader import LoadedModel, check_model_name, load_model
+from pagedjax.models.progress import bar
+from pagedjax.prompt import Prompt
+from pagedjax.request import RequestOutput, SamplingParams, check_text
+from pagedjax.scalars import shown
 
 Message = Mapping[str, str]
 
@@ -22,9 +25,9 @@ class LLM:
     """Text in, text out, through a paged KV cache.
 
     Args:
-        model: a known name ("smollm2-135m"), a Hugging Face id, a local folder, or a model loaded before.
+        model: a known name ("smollm2-135m"), a Hugging Face id, a local folder or .gguf file, or a model loaded before.
         config: everything else; see `EngineConfig`.
-        progress: bars on stderr while loading takes longer than a second.
+        progress: say on stderr what is loaded and compiled, where that takes longer than a second.
 
     Raises:
         ModelError: the model is unknown, or its files are damaged.
@@ -38,11 +41,12 @@ class LLM:
         config: EngineConfig | None = None,
         progress: bool = True,
     ) -> None:
-        config = config or EngineConfig()
+        config = check_config(config)
         use_compilation_cache()
         if not isinstance(model, LoadedModel):
+            check_model_name(model)
             model = load_model(model, dtype=config.dtype, progress=progress)
-        self.engine = Engine(model, config)
+        self.engine = Engine(model, config, progress)
 
     @property
     def tokenizer(self) -> Any:
@@ -76,16 +80,16 @@ class LLM:
             for prompt, p in zip(batch, each, strict=True):
                 ids.append(self.engine.add_request(prompt, p))
                 self.engine.open_mailbox(ids[-1], every=False)
-            with tqdm(total=len(ids), desc="requests", unit="", disable=None if progress else True, leave=False) as bar:
-                return [self._last_output(request_id, bar) for request_id in ids]
+            with bar(None, "requests", progress, total=len(ids), unit="") as ticks:
+                return [self._last_output(request_id, ticks) for request_id in ids]
         finally:
             for request_id in ids:
                 self.engine.close_mailbox(request_id)
 
-    def _last_output(self, request_id: str, bar: Any) -> RequestOutput:
+    def _last_output(self, request_id: str, ticks: Any) -> RequestOutput:
         while not (output := self.engine.receive(request_id)).finished:
             pass
-        bar.update()
+        ticks.update()
         return output
 
     def chat(
@@ -101,7 +105,7 @@ class LLM:
             params: as in `generate`.
         """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
-            raise InvalidRequest(f"messages={messages!r} must be a list of messages, or a list of such lists")
+            raise InvalidRequest(f"messages={shown(messages)} must be a list of messages, or a list of such lists")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
         return self.generate([self.chat_prompt(conversation) for conversation in conversations], params, progress)
@@ -114,14 +118,23 @@ class LLM:
         """
         if self.tokenizer is None or not self.tokenizer.chat_template:
             raise InvalidRequest("this model has no chat template: use generate() with a prompt of your own")
+        if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
+            raise InvalidRequest(f"messages={shown(messages)} must be a list of messages")
         if not messages:
             raise InvalidRequest("messages is empty: it must hold at least one message")
         for message in messages:
             if not isinstance(message, Mapping) or not all(
                 isinstance(message.get(k), str) for k in ("role", "content")
             ):
-                raise InvalidRequest(f'{message!r} is no chat message: it must be {{"role": "...", "content": "..."}}')
-        text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+                raise InvalidRequest(
+                    f'{shown(message)} is no chat message: it must be {{"role": "...", "content": "..."}}'
+                )
+            for key in ("role", "content"):
+                check_text(key, message[key])
+        try:
+            text = self.tokenizer.apply_chat_template(list(messages), tokenize=False, add_generation_prompt=True)
+        except TemplateError as error:
+            raise InvalidRequest(f"the model's chat template refuses these messages: {error}") from None
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return {"prompt": text, "prompt_token_ids": token_ids}
 
@@ -166,7 +179,7 @@ def _as_list(prompts: Any) -> list[Prompt]:
     if isinstance(prompts, str | Mapping):
         return [prompts]
     if not isinstance(prompts, Iterable):
-        raise InvalidRequest(f"prompts={prompts!r} must be a prompt or a list of prompts")
+        raise InvalidRequest(f"prompts={shown(prompts)} must be a prompt or a list of prompts")
     return list(prompts)
 
 
@@ -174,7 +187,7 @@ def _one_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, nu
     if params is None or isinstance(params, SamplingParams):
         return [params or SamplingParams()] * num_prompts
     if not isinstance(params, list | tuple):
-        raise InvalidRequest(f"params={params!r} must be SamplingParams, or a list of one per prompt")
+        raise InvalidRequest(f"params={shown(params)} must be SamplingParams, or a list of one per prompt")
     if len(params) != num_prompts:
         raise InvalidRequest(f"{len(params)} SamplingParams for {num_prompts} prompts: give one, or one per prompt")
     return list(params)

@@ -59,7 +59,7 @@ class RequestTracker:
             return None
         before, added = self._text, self._detokenizer.append(token_id)
         params = self.request.params
-        if not params.stop or self.sequence.output_len < params.min_tokens:
+        if not params.stop or self.sequence.output_len <= params.min_tokens:
             self._text = self._detokenizer.text
             return None
         self._text, stop = cut_at_stop(params.stop, before, added)

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 
 from pagedjax.errors import InvalidRequest
+from pagedjax.scalars import is_int, is_text, make_plain, plain, shown
 
 MAX_LOGPROBS = 20
 LARGEST = 1e6  # of temperatures, penalties and biases, in absolute value
@@ -15,11 +16,7 @@ LARGEST = 1e6  # of temperatures, penalties and biases, in absolute value
 
 def _check(ok: bool, name: str, given: object, allowed: str) -> None:
     if not ok:
-        raise InvalidRequest(f"{name}={given!r} is not allowed: {name} must be {allowed}")
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+        raise InvalidRequest(f"{name}={shown(given)} is not allowed: {name} must be {allowed}")
 
 
 def _is_number(value: object) -> bool:
@@ -27,11 +24,17 @@ def _is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and -LARGEST <= value <= LARGEST
 
 
+def check_text(name: str, text: object) -> None:
+    """Raises InvalidRequest unless it is a string that can be written in UTF-8, as a tokenizer needs it."""
+    _check(isinstance(text, str), name, text, "a string")
+    _check(is_text(text), name, text, "text: its lone surrogates stand for bytes that are no UTF-8")
+
+
 def _as_tuple(name: str, value: object) -> tuple[object, ...]:
     if value is None:
         return ()
     _check(isinstance(value, tuple | list | set | frozenset), name, value, "a list or tuple")
-    return tuple(value)  # type: ignore[arg-type]
+    return tuple(map(plain, value))  # type: ignore[arg-type]
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,8 @@ class SamplingParams:
         top_p: keep the fewest most likely tokens that hold this much probability. Ties with the last are kept.
         min_p: keep tokens at least this likely, relative to the most likely one.
         max_tokens: output tokens at most. None: as many as model and pool allow.
-        min_tokens: output tokens before which no end-of-sequence or stop token may be chosen.
+        min_tokens: output tokens that come before anything may end the output: before them no end-of-sequence or stop
+            token is chosen, and a stop string that they complete counts for nothing and stays in the text.
         stop: strings that end the output; the output is cut before them.
         stop_token_ids: tokens that end the output, kept in `token_ids`.
         ignore_eos: go on past the model's own end-of-sequence tokens.
@@ -77,13 +81,15 @@ class SamplingParams:
     logit_bias: Mapping[int, float] | None = None
 
     def __post_init__(self) -> None:
+        make_plain(self)
         stop = (self.stop,) if isinstance(self.stop, str) else _as_tuple("stop", self.stop)
         object.__setattr__(self, "stop", stop)
         object.__setattr__(self, "stop_token_ids", _as_tuple("stop_token_ids", self.stop_token_ids))
         if self.logit_bias is not None:
             allowed = "None or a dictionary {token id: bias}"
             _check(isinstance(self.logit_bias, Mapping), "logit_bias", self.logit_bias, allowed)
-            object.__setattr__(self, "logit_bias", dict(self.logit_bias))
+            biases = {plain(token): plain(bias) for token, bias in self.logit_bias.items()}
+            object.__setattr__(self, "logit_bias", biases)
         _check(isinstance(self.ignore_eos, bool), "ignore_eos", self.ignore_eos, "True or False")
         self._check_counts()
         self._check_filters()
@@ -91,17 +97,17 @@ class SamplingParams:
         self._check_stops()
 
     def _check_counts(self) -> None:
-        _check(_is_int(self.n) and self.n >= 1, "n", self.n, "at least 1")
+        _check(is_int(self.n, 1), "n", self.n, "at least 1")
         _check(self.n == 1, "n", self.n, "1: parallel samples need block sharing, which is not there yet")
         _check(
-            self.max_tokens is None or (_is_int(self.max_tokens) and self.max_tokens >= 1),
+            self.max_tokens is None or (is_int(self.max_tokens, 1)),
             "max_tokens",
             self.max_tokens,
             "None or an integer of at least 1",
         )
         limit = math.inf if self.max_tokens is None else self.max_tokens
         _check(
-            _is_int(self.min_tokens) and 0 <= self.min_tokens <= limit,
+            is_int(self.min_tokens, 0) and self.min_tokens <= limit,
             "min_tokens",
             self.min_tokens,
             f"an integer from 0 to max_tokens={self.max_tokens}",
@@ -109,13 +115,13 @@ class SamplingParams:
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
             _check(
-                value is None or (_is_int(value) and 0 <= value <= MAX_LOGPROBS),
+                value is None or (is_int(value, 0) and value <= MAX_LOGPROBS),
                 name,
                 value,
                 f"None or an integer from 0 to {MAX_LOGPROBS}",
             )
         _check(
-            self.seed is None or (_is_int(self.seed) and 0 <= self.seed < 2**63),
+            self.seed is None or (is_int(self.seed, 0) and self.seed < 2**63),
             "seed",
             self.seed,
             "None or an integer in [0, 2**63)",
@@ -128,7 +134,7 @@ class SamplingParams:
             self.temperature,
             f"a number from 0 to {LARGEST:g}",
         )
-        _check(_is_int(self.top_k) and self.top_k >= 0, "top_k", self.top_k, "an integer of at least 0 (0 keeps all)")
+        _check(is_int(self.top_k, 0), "top_k", self.top_k, "an integer of at least 0 (0 keeps all)")
         _check(_is_number(self.top_p) and 0 < self.top_p <= 1, "top_p", self.top_p, "in (0, 1]")
         _check(_is_number(self.min_p) and 0 <= self.min_p <= 1, "min_p", self.min_p, "in [0, 1]")
 
@@ -143,14 +149,14 @@ class SamplingParams:
             f"a number from {1 / LARGEST:g} to {LARGEST:g}",
         )
         for token, bias in (self.logit_bias or {}).items():
-            _check(_is_int(token) and token >= 0, "logit_bias key", token, "a token id, an integer of at least 0")
+            _check(is_int(token, 0), "logit_bias key", token, "a token id, an integer of at least 0")
             _check(_is_number(bias), f"logit_bias[{token}]", bias, f"a number from {-LARGEST:g} to {LARGEST:g}")
 
     def _check_stops(self) -> None:
         for text in self.stop:
-            _check(isinstance(text, str) and text != "", "stop", text, "strings that are not empty")
+            _check(is_text(text) and text != "", "stop", text, "strings that are not empty and can be written in UTF-8")
         for token in self.stop_token_ids:
-            _check(_is_int(token) and token >= 0, "stop_token_ids", token, "token ids, integers of at least 0")
+            _check(is_int(token, 0), "stop_token_ids", token, "token ids, integers of at least 0")
 
     @property
     def shapes_logits(self) -> bool:

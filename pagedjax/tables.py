@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+
+from pagedjax.errors import PagedJaxError
 
 Row = Mapping[str, object]
 
@@ -37,9 +40,40 @@ def format_table(rows: Sequence[Row]) -> str:
     return "\n".join(line.rstrip() for line in text)
 
 
+def check_writable(path: str | os.PathLike[str]) -> None:
+    """Raises OSError where `write_json` could not write: to be asked before the work. Leaves nothing behind."""
+    target = Path(path).resolve()
+    if target.is_dir():
+        raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR))
+    if target.exists() and not os.access(target, os.W_OK):
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES))
+    if target.is_file() or not target.exists():
+        partial = _partial(target)
+        partial.touch()
+        partial.unlink()
+
+
 def write_json(path: str | os.PathLike[str], rows: Sequence[Row]) -> None:
-    """Writes the records as a JSON list whose keys are the column names; a reader never sees half a file."""
-    target = Path(path)
-    partial = target.with_name(f".{target.name}.{os.getpid()}")
-    partial.write_text(json.dumps([dict(row) for row in rows], indent=2) + "\n", encoding="utf-8")
-    partial.replace(target)
+    """Writes the records as a JSON list whose keys are the column names; a reader never sees half a file.
+
+    Raises:
+        PagedJaxError: it cannot be written; nothing is left behind then.
+    """
+    target = Path(path).resolve()
+    text = json.dumps([dict(row) for row in rows], indent=2) + "\n"
+    try:
+        if target.exists() and not target.is_file():  # a pipe or a terminal cannot be replaced
+            Path(path).write_text(text, encoding="utf-8")
+            return
+        partial = _partial(target)
+        try:
+            partial.write_text(text, encoding="utf-8")
+            partial.replace(target)
+        finally:
+            partial.unlink(missing_ok=True)
+    except OSError as error:
+        raise PagedJaxError(f"cannot write {path} ({error.strerror})") from error
+
+
+def _partial(target: Path) -> Path:
+    return target.with_name(f".{target.name}.{os.getpid()}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import numpy as np
@@ -126,4 +127,17 @@ def test_bench_host_needs_no_model(capsys, tmp_path):
     assert main(["bench", "--host", "--repeats", "1", "--json", str(tmp_path / "host.json")]) == 0
     out = capsys.readouterr().out
     assert "running_decodes" in out and "256" in out and "plan_ms" in out
-    assert '"running_decodes": 256' in (tmp_path / "host.json").read_text()
+    rows = json.loads((tmp_path / "host.json").read_text())
+    assert [row["running_decodes"] for row in rows] == [32, 256]
+    assert all(set(row) == {"running_decodes", "plan_ms", "provenance"} for row in rows)
+    assert rows[0]["provenance"]["configuration"] == {"repeats": 1} and rows[0]["provenance"]["device"] is None
+
+
+@pytest.mark.parametrize("argv", [["bench", "--host"], ["bench"], ["info"]])
+def test_a_json_file_that_cannot_be_written_is_refused_before_the_work(argv, capsys, tmp_path, monkeypatch):
+    monkeypatch.setattr("pagedjax.bench.host.plan_milliseconds", lambda count: pytest.fail("it worked first"))
+    monkeypatch.setattr("pagedjax.llm.LLM", lambda *args: pytest.fail("it worked first"))
+    with pytest.raises(SystemExit) as caught:
+        main([*argv, "--json", str(tmp_path)])
+    assert caught.value.code == 2 and list(tmp_path.iterdir()) == []
+    assert f"cannot write '{tmp_path}' (Is a directory)" in capsys.readouterr().err

@@ -9,8 +9,9 @@ from types import SimpleNamespace
 import pytest
 
 from pagedjax.cli import main
+from pagedjax.cli.chat import HELP
 from pagedjax.errors import DownloadError, RequestTooLong
-from pagedjax.request import CompletionOutput, RequestOutput
+from pagedjax.request import CompletionOutput, Logprob, RequestOutput
 
 
 def state(request_id, prompt, text, reason=None, stop_reason=None):
@@ -23,6 +24,7 @@ class FakeEngine:
 
     def __init__(self, answers):
         self.answers = answers
+        self.compile_seconds = 0.0
         self.requests = {}
         self.aborted = []
 
@@ -46,6 +48,9 @@ class FakeEngine:
             self.requests[request_id] = (prompt, letters, text + letter)
             outputs.append(state(request_id, prompt, text + letter, None if letters else "stop"))
         return outputs
+
+    def stats(self):
+        return SimpleNamespace(compile_seconds=self.compile_seconds)
 
     def is_unfinished(self, request_id):
         return bool(self.requests[request_id][1])
@@ -88,8 +93,10 @@ def fake(monkeypatch):
     return made
 
 
-def type_in(monkeypatch, *lines):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(f"{line}\n" for line in lines)))
+def type_in(monkeypatch, *lines, tty=False):
+    stdin = io.StringIO("".join(f"{line}\n" for line in lines))
+    stdin.isatty = lambda: tty
+    monkeypatch.setattr(sys, "stdin", stdin)
 
 
 def test_one_prompt_prints_its_text_and_nothing_else_to_stdout(fake, capsys):
@@ -100,6 +107,46 @@ def test_one_prompt_prints_its_text_and_nothing_else_to_stdout(fake, capsys):
     assert captured.err.startswith("6 tokens in ")
     assert fake.llm.model == "some/model" and fake.llm.config.block_size == 4
     assert fake.params[0].max_tokens == 128
+
+
+def test_compiling_is_not_counted_in_the_speed_and_said(fake, capsys, monkeypatch):
+    fake.answers = ["Paris."]
+    clock = iter([100.0, 115.0])
+    monkeypatch.setattr("pagedjax.cli.generate.time", SimpleNamespace(perf_counter=lambda: next(clock)))
+    monkeypatch.setattr(FakeEngine, "stats", lambda self: SimpleNamespace(compile_seconds=12.0))
+    assert main(["generate", "x"]) == 0
+    assert capsys.readouterr().err == "6 tokens in 3.0 s, 2.0 tokens/s (compiling, 12.0 s, is not counted)\n"
+
+
+@pytest.mark.parametrize("argv", [["generate", "fine", "caf\udce9"], ["chat", "--system", "caf\udce9"]])
+def test_text_that_is_no_utf8_is_refused_before_the_model_is_loaded(fake, capsys, argv):
+    assert main(argv) == 1 and fake.llm is None
+    error = capsys.readouterr().err
+    assert "'caf\\udce9' is not allowed" in error and "no UTF-8" in error and error.count("\n") == 1
+
+
+def test_logprobs_are_printed_a_line_a_token(fake, capsys, monkeypatch):
+    own, other = Logprob(-0.25, 1, " Paris"), Logprob(-2.5, 2, " the\n")
+    far, top = Logprob(-9.0, 77, None), Logprob(-0.125, 1, ".")
+    output = state("r0", "x", "Paris?", "stop")
+    output.outputs[0].token_ids, output.outputs[0].logprobs = [5, 7], [{5: own, 6: other}, {7: far, 8: top}]
+    output.prompt_token_ids, output.prompt_logprobs = [1, 5], [None, {5: own}]
+    expected = (
+        "prompt token\n"
+        "  ' Paris'  -0.250  #1  ' Paris' -0.250\n"
+        "output token\n"
+        "  ' Paris'  -0.250   #1  ' Paris' -0.250, ' the\\n' -2.500\n"
+        "  token 7   -9.000  #77  '.' -0.125\n"
+    )
+    fake.answers = [["x"], ["y"]]
+    monkeypatch.setattr(FakeEngine, "step", lambda self: self.requests.clear() or [output])
+    assert main(["generate", "x", "--logprobs", "2"]) == 0
+    assert capsys.readouterr().out == f"Paris?\n{expected}"
+    assert main(["generate", "x", "y", "--logprobs", "2"]) == 0
+    assert capsys.readouterr().out == f"[1] x\nParis?\n{expected}\n"
+    type_in(monkeypatch, "hello")
+    assert main(["chat", "--logprobs", "2"]) == 0
+    assert capsys.readouterr().out == f"Paris?\n{expected}"
 
 
 def test_several_prompts_are_printed_with_their_number_as_they_end(fake, capsys):
@@ -126,7 +173,7 @@ def test_ctrl_c_while_the_model_loads_leaves_quietly(fake, capsys, monkeypatch):
     monkeypatch.setattr(fake, "answers", [])
     monkeypatch.setattr(sys.modules["pagedjax.llm"], "LLM", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
     assert main(["generate", "x"]) == 130
-    assert capsys.readouterr() == ("", "")
+    assert capsys.readouterr() == ("", "pagedjax: interrupted\n")
 
 
 def test_a_request_that_failed_is_named_and_gives_exit_1(fake, capsys, monkeypatch):
@@ -168,9 +215,9 @@ def test_chat_remembers_both_sides_until_reset(fake, capsys, monkeypatch):
 def test_chat_leaves_at_quit_and_says_what_it_does_not_know(fake, capsys, monkeypatch):
     fake.answers = ["never asked"]
     type_in(monkeypatch, "/help", "/quit", "hello")
-    assert main(["chat"]) == 0
-    out = capsys.readouterr().out
-    assert "no such command: /help" in out and "/reset" in out and "/quit" in out
+    assert main(["chat"]) == 1
+    error = capsys.readouterr().err
+    assert "no such command: '/help'" in error and "/reset" in error and "/quit" in error
     assert fake.params == []
 
 
@@ -182,9 +229,10 @@ def test_chat_goes_on_after_ctrl_c_with_the_part_it_has(fake, capsys, monkeypatc
     assert fake.conversations[1] == [("user", "hello"), ("assistant", "Hi"), ("user", "more")]
 
 
-def test_chat_outlives_a_message_that_is_refused(fake, capsys, monkeypatch):
+@pytest.mark.parametrize("tty", [False, True])
+def test_chat_outlives_a_message_that_is_refused_and_a_pipe_learns_of_it(fake, capsys, monkeypatch, tty):
     fake.answers = ["fine"]
-    type_in(monkeypatch, "far too long", "short")
+    type_in(monkeypatch, "far too long", "short", tty=tty)
     add_request = FakeEngine.add_request
     refusals = [RequestTooLong("a prompt of 9000 tokens, but max_model_len=8192")]
 
@@ -194,8 +242,8 @@ def test_chat_outlives_a_message_that_is_refused(fake, capsys, monkeypatch):
         return add_request(self, prompt, params)
 
     monkeypatch.setattr(FakeEngine, "add_request", refuse_once)
-    assert main(["chat"]) == 0
+    assert main(["chat"]) == (0 if tty else 1)
     captured = capsys.readouterr()
-    assert captured.out == "fine\n"
+    assert captured.out == (f"{HELP}\n> > fine\n> " if tty else "fine\n")
     assert captured.err == "pagedjax: a prompt of 9000 tokens, but max_model_len=8192\n"
     assert fake.conversations[1] == [("user", "short")]

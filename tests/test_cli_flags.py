@@ -86,6 +86,7 @@ def test_help_explains_every_flag_in_the_classes_own_words_with_the_commands_def
     assert exit_info.value.code == 0
     text = " ".join(capsys.readouterr().out.split())
     assert "tokens per block, a power of two. (default: 16)" in text
+    assert "smollm2-135m, a Hugging Face id, a local folder or a .gguf file" in text
     assert "output tokens at most. None: as many as model and pool allow. (default: 128)" in text
     for action in build_parser()._actions[-1].choices["generate"]._actions:  # type: ignore[union-attr]
         assert action.help and not action.help.startswith(" (default"), f"{action.option_strings} says nothing"
@@ -117,7 +118,13 @@ def test_a_value_that_is_not_allowed_is_one_sentence_and_exit_1(flags, words, ca
         (["generate", "x", "--logit-bias", "7"], ["--logit-bias", "7"]),
         (["bench", "--num-requests", "0"], ["--num-requests", "0 is not at least 1"]),
         (["bench", "--against", "vllm"], ["--against", "vllm", "transformers"]),
-        (["info", "--json", "no/such/folder/x.json"], ["--json", "no such folder", "no/such/folder"]),
+        (
+            ["info", "--json", "no/such/folder/x.json"],
+            ["--json", "'no/such/folder/x.json' (No such file or directory)"],
+        ),
+        (["bench", "--host", "--json", "/"], ["--json", "cannot write '/' (Is a directory)"]),
+        (["bench", "--json", ""], ["--json", "cannot write '' (Is a directory)"]),
+        (["bench", "--json", "x" * 300], ["--json", "(File name too long)"]),
         (["serve"], ["serve", "generate"]),
     ],
 )

@@ -99,8 +99,14 @@ def test_bench_measures_every_figure(model: str, tmp_path: Path, capsys: pytest.
     assert ours["steps"] >= max(workload.output_lens) and ours["peak_blocks"] <= 64
     assert 0.8 < ours["kv_utilisation"] <= 1
     assert ours["compilations"] == sampled["compilations"] == 0
-    out = capsys.readouterr().out
+    out, origin = capsys.readouterr().out, ours.pop("provenance")
     assert all(name in out for name in ours)
+    assert origin == sampled["provenance"] and origin["seeds"] == {"workload": 0, "engine": 0}
+    configuration = origin["configuration"]
+    assert configuration["engine"] == dataclasses.asdict(SAME_ENGINE) and configuration["model"]["name"] == model
+    assert (configuration["num_blocks"], configuration["max_model_len"]) == (64, 512)
+    assert configuration["workload"]["num_requests"] == 3 and configuration["attention_backend"] == "xla"
+    assert origin["device"]["platform"] == "cpu" and "jaxlib" in origin["packages"]
 
 
 def test_bench_says_beforehand_when_a_request_does_not_fit(model: str, capsys: pytest.CaptureFixture[str]) -> None:
@@ -160,6 +166,23 @@ def test_ctrl_c_in_a_terminal_ends_generate_without_a_traceback(model: str) -> N
     assert process.returncode == 130, errors.decode()
     assert (first + rest).endswith(b"\n") and b"Traceback" not in errors
     assert b" tokens in " in errors
+
+
+def test_ctrl_c_while_the_model_loads_is_one_line(model: str) -> None:
+    argv = ["generate", "hello", "--model", model, *ENGINE]
+    hook = "import signal, sys, pagedjax.models.gguf as g\n"
+    hook += "g.GGUFFile.params = lambda *a, **k: signal.raise_signal(signal.SIGINT)\n"
+    hook += f"from pagedjax.cli import main\nsys.exit(main({argv!r}))\n"
+    done = subprocess.run([sys.executable, "-c", hook], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "pagedjax: interrupted\n")
+
+
+def test_chat_refuses_a_line_that_is_no_utf8_and_answers_the_others(model: str) -> None:
+    argv = [sys.executable, "-m", "pagedjax.cli", "chat", "--model", model, *ENGINE, "--max-tokens", "1"]
+    env = {**os.environ, "PYTHONUTF8": "1"}
+    done = subprocess.run(argv, input=b"caf\xe9\nhello\n", capture_output=True, env=env, timeout=300)
+    assert done.returncode == 1 and done.stdout.count(b"\n") == 1
+    assert b"'caf\\udce9' is not allowed: content must be text" in done.stderr and b"Traceback" not in done.stderr
 
 
 def test_demo_answers_and_counts_what_a_reservation_would_take(

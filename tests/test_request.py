@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import copy
 import pickle
+from fractions import Fraction
 from typing import Any
 
+import numpy as np
 import pytest
 
 from pagedjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
@@ -30,6 +32,7 @@ from pagedjax.request import SamplingParams
         ("max_tokens", 0, "None or an integer of at least 1"),
         ("min_tokens", 17, "an integer from 0 to max_tokens=16"),
         ("stop", "", "strings that are not empty"),
+        ("stop", "caf\udce9", "strings that are not empty and can be written in UTF-8"),
         ("stop", 5, "a list or tuple"),
         ("stop_token_ids", [-1], "token ids, integers of at least 0"),
         ("stop_token_ids", 5, "a list or tuple"),
@@ -57,6 +60,42 @@ def test_none_means_no_stops_and_parameters_can_be_copied() -> None:
     params = SamplingParams(stop=None, stop_token_ids=None, logit_bias={5: 1.0})  # type: ignore[arg-type]
     assert params.stop == params.stop_token_ids == ()
     assert copy.deepcopy(params) == pickle.loads(pickle.dumps(params)) == params
+
+
+def test_numbers_of_other_libraries_are_the_numbers_they_are() -> None:
+    params = SamplingParams(
+        max_tokens=np.int64(5),  # type: ignore[arg-type]
+        temperature=np.float32(0.5),  # type: ignore[arg-type]
+        top_p=Fraction(1, 2),  # type: ignore[arg-type]
+        ignore_eos=np.True_,  # type: ignore[arg-type]
+        seed=np.uint32(7),  # type: ignore[arg-type]
+        stop_token_ids=[np.int32(3)],  # type: ignore[list-item]
+        logit_bias={np.int64(4): np.float16(1.5)},  # type: ignore[dict-item]
+    )
+    plain = SamplingParams(
+        max_tokens=5, temperature=0.5, top_p=0.5, ignore_eos=True, seed=7, stop_token_ids=[3], logit_bias={4: 1.5}
+    )
+    assert params == plain and repr(params) == repr(plain)
+    config = EngineConfig(num_blocks=np.int64(7), watermark=np.float64(0.5), overlap=np.False_)  # type: ignore[arg-type]
+    assert repr(config) == repr(EngineConfig(num_blocks=7, watermark=0.5, overlap=False))
+    assert repr(CacheConfig(np.int32(4), np.int32(9))) == repr(CacheConfig(4, 9))  # type: ignore[arg-type]
+    assert repr(SchedulerConfig(np.int8(4))) == repr(SchedulerConfig(4))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize(
+    ("field", "value", "said"),
+    [
+        ("max_tokens", np.float64(5.0), "max_tokens=5.0 is not allowed"),
+        ("max_tokens", np.array(5), "max_tokens=array(5) (of type ndarray) is not allowed"),
+        ("temperature", np.zeros((9, 9)), "(of type ndarray) is not allowed"),
+        ("seed", "7", "seed='7' is not allowed"),
+        ("stop_token_ids", [np.int64(-1)], "stop_token_ids=-1 is not allowed"),
+    ],
+)
+def test_what_is_no_number_is_shown_on_one_short_line(field: str, value: Any, said: str) -> None:
+    with pytest.raises(InvalidRequest) as caught:
+        SamplingParams(**{field: value})
+    assert said in str(caught.value) and "\n" not in str(caught.value) and len(str(caught.value)) < 250
 
 
 @pytest.mark.parametrize(
@@ -89,6 +128,8 @@ def test_settings_that_contradict_each_other() -> None:
         EngineConfig(num_blocks=3, pool_bytes=9)
     with pytest.raises(ConfigError, match="at least max_model_len=2048 when enable_chunked_prefill is False"):
         SchedulerConfig(enable_chunked_prefill=False)
+    with pytest.raises(ConfigError, match=r"eos_token_ids=2 is not allowed: .* a tuple of token ids"):
+        ModelConfig(64, 32, 48, 2, 4, 2, 8, 128, eos_token_ids=2)  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match="num_kv_heads=3 is not allowed: num_kv_heads must be a divisor"):
         ModelConfig(64, 32, 48, 2, 4, 3, 8, 128)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
 import time
 from collections.abc import Mapping
 from typing import Any
@@ -14,6 +13,7 @@ from pagedjax.bench.engine import Run
 from pagedjax.bench.workload import Workload
 from pagedjax.config import ModelConfig
 from pagedjax.errors import PagedJaxError
+from pagedjax.provenance import num_cpu_cores
 
 
 def require_torch() -> None:
@@ -23,11 +23,6 @@ def require_torch() -> None:
             "--against transformers runs the requests through transformers, which needs torch, and torch is not "
             "installed: pip install torch (a build for the CPU does)"
         )
-
-
-def num_cpu_cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 class TransformersPeer:

@@ -31,6 +31,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"pagedjax: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:
+        print("pagedjax: interrupted", file=sys.stderr)
         return INTERRUPTED
     except BrokenPipeError:  # `pagedjax ... | head`: nobody reads on, and the interpreter must not complain at exit
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

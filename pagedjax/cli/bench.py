@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -18,6 +19,7 @@ from pagedjax.cli.flags import (
     positive_int,
     sampling_fields,
 )
+from pagedjax.provenance import provenance
 from pagedjax.tables import format_table, write_json
 
 if TYPE_CHECKING:
@@ -30,6 +32,7 @@ BATCHED, IN_TURN, PEER_ALONE = "transformers batch 8", "transformers in turn", "
 COUNTERPART = {SAMPLED: OURS, BATCHED: OURS, IN_TURN: OURS, PEER_ALONE: OURS_ALONE}
 ONCE = {IN_TURN}  # by far the slowest, and nobody's yardstick
 
+Rows = list[dict[str, object]]
 Systems = dict[str, Callable[[], "Run"]]
 
 
@@ -60,23 +63,24 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one table: a column a system, in the order they took turns."""
-    rows = _host_rows(args) if args.host else _system_rows(args)
+    rows, origin = _host_rows(args) if args.host else _system_rows(args)
     print(format_table(rows))
     if args.json:
-        write_json(args.json, rows)
+        write_json(args.json, [{**row, "provenance": origin} for row in rows])
     return 0
 
 
-def _host_rows(args: argparse.Namespace) -> list[dict[str, object]]:
+def _host_rows(args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
     from pagedjax.bench.host import plan_milliseconds
 
-    return [
+    rows: Rows = [
         {"running_decodes": count, "plan_ms": min(plan_milliseconds(count) for _ in range(args.repeats))}
         for count in (32, 256)
     ]
+    return rows, provenance({"repeats": args.repeats}, {})
 
 
-def _system_rows(args: argparse.Namespace) -> list[dict[str, object]]:
+def _system_rows(args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
     from pagedjax.bench.engine import warm_up
     from pagedjax.bench.peer import require_torch
     from pagedjax.bench.workload import random_workload
@@ -92,7 +96,25 @@ def _system_rows(args: argparse.Namespace) -> list[dict[str, object]]:
     systems = _systems(args, engine, workload, sampling)
     runs = _take_turns(systems, args.repeats)
     median = {name: _median(passes) for name, passes in runs.items()}
-    return [_row(name, median, len(runs[name])) for name in systems]
+    return [_row(name, median, len(runs[name])) for name in systems], _origin(args, engine, sampling)
+
+
+def _origin(args: argparse.Namespace, engine: Engine, sampling: dict[str, Any]) -> dict[str, Any]:
+    """What was measured, where: everything that another run needs to be the same."""
+    import jax
+
+    pool = engine.pool_info
+    configuration = {
+        "model": engine.source,
+        "engine": dataclasses.asdict(engine.config),
+        "num_blocks": pool.num_blocks,
+        "max_model_len": engine.max_model_len,
+        "attention_backend": engine.runner.programs.backend.name,
+        "sampling": sampling,
+        "workload": {name: getattr(args, name) for name in ("num_requests", "repeats", "against", "sampled")},
+    }
+    device = next(iter(jax.tree.leaves(engine.params)[0].devices()))
+    return provenance(configuration, {"workload": args.seed, "engine": engine.config.seed}, device)
 
 
 def _systems(args: argparse.Namespace, engine: Engine, workload: Workload, sampling: dict[str, Any]) -> Systems:

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import sys
 from typing import TYPE_CHECKING
 
 from pagedjax.cli.flags import add_model_flags, add_sampling_flags, engine_config, sampling_fields
 from pagedjax.cli.generate import failure, print_stream
 from pagedjax.errors import PagedJaxError
-from pagedjax.request import SamplingParams
+from pagedjax.request import SamplingParams, check_text
+from pagedjax.scalars import shown
 
 if TYPE_CHECKING:
     from pagedjax.llm import LLM
@@ -28,25 +30,35 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Reads a line, answers it, remembers both; until /quit or the end of the input."""
+    """Reads a line, answers it, remembers both; until /quit or the end of the input.
+
+    Exit status: 0; 1 if a line that did not come from a terminal was refused or failed (whoever typed it has seen it).
+    """
     with contextlib.suppress(ImportError):
         import readline  # noqa: F401  line editing and history for input()
+    if isinstance(sys.stdin, io.TextIOWrapper):  # bytes that are no UTF-8 are refused with their line, not with all
+        sys.stdin.reconfigure(errors="surrogateescape")
     params, config = SamplingParams(**sampling_fields(args)), engine_config(args)
+    if args.system:
+        check_text("system", args.system)
     from pagedjax.llm import LLM  # loads jax, which --help and a mistyped flag need not wait for
 
     llm = LLM(args.model, config)
     start = [{"role": "system", "content": args.system}] if args.system else []
     history = list(start)
-    if sys.stdin.isatty():
+    typed, all_well = sys.stdin.isatty(), True
+    if typed:
         print(HELP)
     while (line := _read()) is not None:
         if line == "/reset":
             history = list(start)
         elif line.startswith("/"):
-            print(f"no such command: {line} ({HELP})")
+            print(f"pagedjax: no such command: {shown(line)} ({HELP})", file=sys.stderr)
+            all_well = False
         elif line:
-            history = _answer(llm, history, line, params)
-    return 0
+            history, answered = _answer(llm, history, line, params)
+            all_well &= answered
+    return 0 if typed or all_well else 1
 
 
 def _read() -> str | None:
@@ -58,8 +70,10 @@ def _read() -> str | None:
     return None if line in ("/quit", "/exit") else line
 
 
-def _answer(llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams) -> list[dict[str, str]]:
-    """Prints the answer; returns the history with both turns, or as it was when there is no answer."""
+def _answer(
+    llm: LLM, history: list[dict[str, str]], line: str, params: SamplingParams
+) -> tuple[list[dict[str, str]], bool]:
+    """Prints the answer; returns the history with both turns (as it was without an answer), and if all went well."""
     asked = [*history, {"role": "user", "content": line}]
     try:
         output, _ = print_stream(llm.stream(llm.chat_prompt(asked), params))
@@ -69,5 +83,5 @@ def _answer(llm: LLM, history: list[dict[str, str]], line: str, params: Sampling
     if error:
         print(f"pagedjax: {error}", file=sys.stderr)
     if output is None or error:
-        return history
-    return [*asked, {"role": "assistant", "content": output.outputs[0].text}]
+        return history, not error
+    return [*asked, {"role": "assistant", "content": output.outputs[0].text}], True

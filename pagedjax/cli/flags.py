@@ -7,11 +7,11 @@ import re
 import typing
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import fields
-from pathlib import Path
 from types import NoneType
 
 from pagedjax.config import EngineConfig
 from pagedjax.request import SamplingParams
+from pagedjax.tables import check_writable
 
 DEFAULT_MODEL = "smollm2-135m"
 # Both classes have a `seed`; the request's is the one that people mean.
@@ -23,7 +23,7 @@ def add_model_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--model",
         default=DEFAULT_MODEL,
-        help=f"{DEFAULT_MODEL}, a Hugging Face id or a local folder (default: {DEFAULT_MODEL})",
+        help=f"{DEFAULT_MODEL}, a Hugging Face id, a local folder or a .gguf file (default: {DEFAULT_MODEL})",
     )
     _add_flags(parser.add_argument_group("engine"), EngineConfig, {}, _names(EngineConfig))
 
@@ -37,7 +37,7 @@ def add_sampling_flags(
 
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """`--json FILE`: the printed table again, as records."""
-    parser.add_argument("--json", metavar="FILE", type=_file_in_a_folder, help="write the table's rows to FILE too")
+    parser.add_argument("--json", metavar="FILE", type=_writable_file, help="write the table's rows to FILE too")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
@@ -137,8 +137,10 @@ def _biases(text: str) -> dict[int, float]:
     return {int(token): float(bias) for token, _, bias in pairs}
 
 
-def _file_in_a_folder(text: str) -> str:
+def _writable_file(text: str) -> str:
     # Said before the work, not after it.
-    if not Path(text).absolute().parent.is_dir():
-        raise argparse.ArgumentTypeError(f"no such folder: {Path(text).absolute().parent}")
+    try:
+        check_writable(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {text!r} ({error.strerror})") from None
     return text

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from pagedjax.cli.flags import add_model_flags, add_sampling_flags, engine_config, sampling_fields
-from pagedjax.request import RequestOutput, SamplingParams
+from pagedjax.cli.logprobs import format_logprobs
+from pagedjax.request import RequestOutput, SamplingParams, check_text
 
 if TYPE_CHECKING:
     from pagedjax.llm import LLM, RequestStream
@@ -31,6 +32,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Exit status: 0, 1 when a request failed, 130 after Ctrl-C (what there is was printed)."""
     params, config = SamplingParams(**sampling_fields(args)), engine_config(args)
+    for prompt in args.prompts:
+        check_text("prompt", prompt)
     from pagedjax.llm import LLM  # loads jax, which --help and a mistyped flag need not wait for
 
     llm = LLM(args.model, config)
@@ -40,7 +43,7 @@ def run(args: argparse.Namespace) -> int:
         outputs = [last] if last else []
     else:
         outputs, interrupted = _print_each_as_it_ends(llm, args.prompts, params)
-    _print_speed(outputs, time.perf_counter() - start)
+    _print_speed(outputs, time.perf_counter() - start, llm.engine.stats().compile_seconds)
     failed = [error for output in outputs if (error := failure(output))]
     for error in failed:
         print(f"pagedjax: {error}", file=sys.stderr)
@@ -54,7 +57,11 @@ def failure(output: RequestOutput) -> str | None:
 
 
 def print_stream(stream: RequestStream) -> tuple[RequestOutput | None, bool]:
-    """Prints one request's text as it grows, and a line end. Returns its last state, and whether Ctrl-C cut it."""
+    """Prints one request's text as it grows, a line end, and logprobs if it asked for them.
+
+    Returns:
+        Its last state, and whether Ctrl-C cut it.
+    """
     last, interrupted = None, False
     with closing(stream):  # which aborts the request, if it is not done
         try:
@@ -65,6 +72,8 @@ def print_stream(stream: RequestStream) -> tuple[RequestOutput | None, bool]:
         except KeyboardInterrupt:
             interrupted = True
     print()
+    if last and (logprobs := format_logprobs(last)):
+        print(logprobs)
     return last, interrupted
 
 
@@ -90,9 +99,12 @@ def _print_each_as_it_ends(llm: LLM, prompts: list[str], params: SamplingParams)
 
 
 def _labelled(number: int, output: RequestOutput) -> str:
-    return f"[{number}] {output.prompt}\n{output.outputs[0].text}\n"
+    logprobs = format_logprobs(output)
+    return f"[{number}] {output.prompt}\n{output.outputs[0].text}\n" + (f"{logprobs}\n" if logprobs else "")
 
 
-def _print_speed(outputs: list[RequestOutput], seconds: float) -> None:
+def _print_speed(outputs: list[RequestOutput], seconds: float, compiling: float) -> None:
     num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
-    print(f"{num_tokens} tokens in {seconds:.1f} s, {num_tokens / seconds:.1f} tokens/s", file=sys.stderr)
+    running = max(seconds - compiling, 1e-9)
+    not_counted = f" (compiling, {compiling:.1f} s, is not counted)" if compiling >= 0.05 else ""
+    print(f"{num_tokens} tokens in {running:.1f} s, {num_tokens / running:.1f} tokens/s{not_counted}", file=sys.stderr)

@@ -60,7 +60,7 @@ def _device(config: EngineConfig) -> dict[str, object]:
     import psutil
 
     from pagedjax.device.backend import choose_backend
-    from pagedjax.device.kv_pool import free_device_bytes
+    from pagedjax.device.memory import free_memory
 
     backend, because = choose_backend(config)
     device = jax.devices()[0]
@@ -71,7 +71,7 @@ def _device(config: EngineConfig) -> dict[str, object]:
         "attention_backend": backend.name,
         "attention_backend_because": because,
         "memory_total_mib": _mib(total),
-        "memory_free_mib": _mib(free_device_bytes(device)),
+        "memory_free_mib": _mib(free_memory(device).device),
     }
 
 

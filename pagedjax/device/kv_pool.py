@@ -6,21 +6,19 @@ blocks; the arrays hold one more.
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any
 
 import jax
 import jax.numpy as jnp
-import psutil
 from flax import struct
 from jaxtyping import Array, Float
 
 from pagedjax.config import EngineConfig, ModelConfig
+from pagedjax.device.memory import HOST_BYTES_PER_BLOCK, FreeMemory, check_needs, in_bytes, plan_needs
 from pagedjax.errors import ConfigError
 
 NULL_BLOCK = 0
+_MAX_INDEX = 2**31 - 1  # of a row (block, head, slot) of the pool, as kernels count them
 
 
 class KVPool(struct.PyTreeNode):
@@ -35,13 +33,26 @@ class KVPool(struct.PyTreeNode):
 
     @classmethod
     def create(cls, model: ModelConfig, block_size: int, num_blocks: int, dtype: str) -> KVPool:
-        """A pool of zeros with `num_blocks` usable blocks, made in one compiled call."""
+        """A pool of zeros with `num_blocks` usable blocks, made in one compiled call.
+
+        Raises:
+            ConfigError: the memory that was free when the pool was planned is not there.
+        """
         shape = (num_blocks + 1, model.num_kv_heads, block_size, model.head_dim)
 
         def make() -> KVPool:
             return cls(*([jnp.zeros(shape, dtype) for _ in range(model.num_layers)] for _ in "kv"))
 
-        return jax.jit(make)()
+        try:
+            return jax.block_until_ready(jax.jit(make)())
+        except jax.errors.JaxRuntimeError as error:
+            if "RESOURCE_EXHAUSTED" not in str(error):
+                raise
+            asked = in_bytes((num_blocks + 1) * bytes_per_block(model, block_size, dtype))
+            raise ConfigError(
+                f"num_blocks={num_blocks}: the pool's {asked} cannot be allocated, though they seemed to be free: give "
+                "a smaller num_blocks or pool_bytes"
+            ) from error
 
 
 def bytes_per_block(model: ModelConfig, block_size: int, dtype: str) -> int:
@@ -77,39 +88,28 @@ class PoolInfo:
         return self.num_blocks * self.block_size
 
 
-def _cgroup_free_bytes(root: Path = Path("/sys/fs/cgroup")) -> int | None:
-    """What a container's memory limit leaves, or None where there is no limit."""
-    try:
-        limit = (root / "memory.max").read_text().strip()
-        return None if limit == "max" else max(0, int(limit) - int((root / "memory.current").read_text()))
-    except (OSError, ValueError):
-        return None
-
-
-def free_device_bytes(device: Any) -> int:
-    """Memory that arrays on `device` could still take: XLA's limit less what is in use, or the host's free memory."""
-    if device.platform != "cpu":
-        stats = device.memory_stats() or {}
-        if "bytes_limit" in stats:
-            return stats["bytes_limit"] - stats.get("bytes_in_use", 0)
-    free = psutil.virtual_memory().available
-    limit = _cgroup_free_bytes() if os.name == "posix" else None
-    return free if limit is None else min(free, limit)
-
-
-def plan_pool(config: EngineConfig, model: ModelConfig, max_model_len: int, free_bytes: int) -> PoolInfo:
-    """Sizes the pool: by block count, by bytes, or half of `free_bytes`.
+def plan_pool(config: EngineConfig, model: ModelConfig, max_model_len: int, free: FreeMemory) -> PoolInfo:
+    """Sizes the pool: by block count, by bytes, or half of what is free.
 
     The default never takes more than `max_num_seqs` sequences of `max_model_len` tokens could use.
 
     Raises:
-        ConfigError: when the memory named leaves no block.
+        ConfigError: the memory named leaves no block; or the pool, or what else the engine needs, does not fit into
+            the memory that is free.
     """
+    beside = check_needs(plan_needs(config, model, max_model_len), free)
     block_bytes = bytes_per_block(model, config.block_size, config.pool_dtype)
     if config.num_blocks is not None:
-        return PoolInfo(config.num_blocks, config.block_size, block_bytes, f"num_blocks={config.num_blocks}")
-    budget = config.pool_bytes if config.pool_bytes is not None else free_bytes // 2
+        pool = PoolInfo(config.num_blocks, config.block_size, block_bytes, f"num_blocks={config.num_blocks}")
+    else:
+        pool = _pool_of_bytes(config, block_bytes, max_model_len, free.device - beside)
+    _check_fits(pool, model, free, beside)
+    return pool
+
+
+def _pool_of_bytes(config: EngineConfig, block_bytes: int, max_model_len: int, free_bytes: int) -> PoolInfo:
     given = config.pool_bytes is not None
+    budget = config.pool_bytes if config.pool_bytes is not None else free_bytes // 2
     chosen = f"pool_bytes={budget}" if given else f"half of the {free_bytes} bytes that are free"
     num_blocks = budget // block_bytes - 1
     if num_blocks < 1:
@@ -122,3 +122,23 @@ def plan_pool(config: EngineConfig, model: ModelConfig, max_model_len: int, free
         chosen = f"max_num_seqs={config.max_num_seqs} sequences of max_model_len={max_model_len} tokens"
         num_blocks = useful
     return PoolInfo(num_blocks, config.block_size, block_bytes, chosen)
+
+
+def _check_fits(pool: PoolInfo, model: ModelConfig, free: FreeMemory, beside: int) -> None:
+    """Raises ConfigError saying what was asked for, what is free and what fits, if the pool is too large."""
+    each = pool.bytes_per_block + (HOST_BYTES_PER_BLOCK if free.shared else 0)
+    by_index = _MAX_INDEX // (pool.block_size * model.num_kv_heads)
+    largest = min((free.device - beside) // each, by_index) - 1
+    if pool.num_blocks <= largest:
+        return
+    if largest < 1:
+        fits = f"not even one block of {pool.block_size} tokens fits (a block takes {in_bytes(pool.bytes_per_block)})"
+    else:
+        fits = f"the largest num_blocks that fits is {largest} (pool_bytes={(largest + 1) * pool.bytes_per_block})"
+    if largest == by_index - 1:
+        fits += ", since a pool's rows are counted in 32 bits"
+    raise ConfigError(
+        f"{pool.chosen_by} with block_size={pool.block_size} is not allowed here: the pool would take "
+        f"{in_bytes(pool.pool_bytes)}, but {in_bytes(free.device)} of {free.device_name} are free, of which the engine "
+        f"needs {in_bytes(beside)} for other things; {fits}"
+    )

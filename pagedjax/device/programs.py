@@ -20,6 +20,7 @@ from pagedjax.device.batch import Batch
 from pagedjax.device.kv_pool import KVPool
 from pagedjax.device.sampler import ROW_FIELDS, SampleRows, SamplerState
 from pagedjax.models.llama import AttentionBackend, Params, forward
+from pagedjax.models.progress import said_if_slow
 
 _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 _compilations = 0
@@ -74,7 +75,14 @@ def select_rows(
 
 
 class Programs:
-    """Compiles on first use and remembers; names say kind and size, as "backbone-32" or "sample-8"."""
+    """Compiles on first use and remembers; names say kind and size, as "backbone-32" or "sample-8".
+
+    Attributes:
+        backend: the attention kernels that the backbones call.
+        seconds: {program: that it took to compile}.
+        compile_seconds: their sum.
+        progress: say on stderr what is compiled, where that takes longer than a second.
+    """
 
     def __init__(
         self,
@@ -87,12 +95,14 @@ class Programs:
         max_blocks_per_seq: int,
     ) -> None:
         self._config = config
-        self._backend = backend
+        self.backend = backend
         self._shapes = jax.tree.map(_shape_of, (params, pool, state, kernel))
         self._max_num_seqs = state.last_tokens.shape[0] - 1
         self._max_blocks = max_blocks_per_seq
         self._compiled: dict[str, jax.stages.Compiled] = {}
         self.seconds: dict[str, float] = {}
+        self.compile_seconds = 0.0
+        self.progress = True
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
         """All programs compiled so far, by name."""
@@ -125,8 +135,10 @@ class Programs:
     def _get(self, name: str, lower: Callable[[], jax.stages.Lowered]) -> jax.stages.Compiled:
         if name not in self._compiled:
             began = time.perf_counter()
-            self._compiled[name] = lower().compile()
+            with said_if_slow(f"compiling {name} ...", self.progress):
+                self._compiled[name] = lower().compile()
             self.seconds[name] = time.perf_counter() - began
+            self.compile_seconds += self.seconds[name]
         return self._compiled[name]
 
     def _lower_backbone(self, num_tokens: int) -> jax.stages.Lowered:
@@ -141,7 +153,7 @@ class Programs:
             query_start_loc=_ints(num_seqs + 1),
             logit_rows=_ints(self._max_num_seqs),
         )
-        step = functools.partial(backbone, self._config, self._backend)
+        step = functools.partial(backbone, self._config, self.backend)
         return jax.jit(step, donate_argnums=3).lower(params, state.last_tokens, batch, pool)
 
     def _lower_sample(self, num_rows: int) -> jax.stages.Lowered:

@@ -253,8 +253,8 @@ class Scheduler:
         allocator = self.allocator
         slots = allocator.num_blocks * allocator.block_size
         message = (
-            f"request {group.request.request_id!r} needs room for {num_tokens} tokens, but the whole pool holds "
-            f"{slots} ({allocator.num_blocks} blocks of {allocator.block_size} tokens)"
+            f"needs room for {num_tokens} tokens, but the whole pool holds {slots} ({allocator.num_blocks} blocks of "
+            f"{allocator.block_size} tokens)"
         )
         step.failed += [seq.seq_id for seq in group.sequences]
         self._finish(group, "error", message)

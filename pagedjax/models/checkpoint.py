@@ -22,6 +22,7 @@ import orbax.checkpoint as ocp
 
 from pagedjax.config import ModelConfig
 from pagedjax.errors import CheckpointError, ConfigError
+from pagedjax.interrupt import interrupts_deferred
 from pagedjax.models.progress import bar, bytes_bar
 from pagedjax.models.tokenizer import load_tokenizer
 from pagedjax.models.weights import LeafPath, leaf_shapes, nest
@@ -77,7 +78,7 @@ def save_checkpoint(
         source: where the weights came from, JSON-able.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with _quiet_orbax(), ocp.Checkpointer(_handler()) as checkpointer:
+    with interrupts_deferred(), _quiet_orbax(), ocp.Checkpointer(_handler()) as checkpointer:
         checkpointer.save((folder / "params").absolute(), args=ocp.args.PyTreeSave(params))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / "tokenizer")
@@ -117,7 +118,7 @@ def read_manifest(folder: Path) -> Manifest:
         manifest = Manifest(data["source"], _config(data["config"]), data["tensors"], data["files"])
     except (FileNotFoundError, NotADirectoryError) as error:
         raise CheckpointError(f"{path} is missing: the checkpoint is incomplete, or none") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
         if isinstance(error, CheckpointError):
             raise
         raise CheckpointError(f"{path} cannot be read ({type(error).__name__}: {error})") from error
@@ -191,7 +192,8 @@ def _restore_group(
         for path, leaf in group.items()
     }
     restore = ocp.args.PyTreeRestore(item=nest(group), restore_args=nest(args), partial_restore=True)
-    tree = checkpointer.restore((folder / "params").absolute(), args=restore)
+    with interrupts_deferred():  # in the middle of Orbax's event loop, Ctrl-C sets off tracebacks of its own
+        tree = checkpointer.restore((folder / "params").absolute(), args=restore)
     return {path: _leaf(tree, path) for path in group}
 
 

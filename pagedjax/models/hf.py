@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
@@ -12,17 +13,20 @@ import numpy as np
 from safetensors import SafetensorError, safe_open
 from tqdm.auto import tqdm
 
-from pagedjax.config import ModelConfig
+from pagedjax.config import ROPE_SCALING_KEYS, ModelConfig
 from pagedjax.errors import DownloadError, ModelError
 from pagedjax.models.registry import check_model_type
-from pagedjax.models.weights import LeafPath, build_params, check_tensors, leaf_parts, named_errors
+from pagedjax.models.weights import LeafPath, build_params, check_count, check_tensors, leaf_parts, named_errors
 
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
-_SCALING_KEYS = {
-    "linear": ("factor",),
-    "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
+_KEYS = {
+    "num_layers": "num_hidden_layers",
+    "num_heads": "num_attention_heads",
+    "num_kv_heads": "num_key_value_heads",
+    "eos_token_ids": "eos_token_id",
 }
+"""What a config.json calls the fields of `ModelConfig`, where it is something else."""
 _PATTERNS = ["*.json", "*.safetensors", "*.jinja", "tokenizer.model"]
 
 
@@ -43,7 +47,7 @@ class HFFolder:
         if not (folder / SINGLE).is_file():
             if not (folder / INDEX).is_file():
                 raise ModelError(f"{folder}: no weights; allowed: {SINGLE}, or {INDEX} and the files that it names")
-            with named_errors(str(folder / INDEX)):
+            with named_errors(str(folder / INDEX), {}):
                 names = sorted(set(self._json(INDEX)["weight_map"].values()))
         self.weight_files: dict[str, int] = {}
         for name in names:
@@ -55,8 +59,7 @@ class HFFolder:
         """The model's shape, from config.json and, for the tokens that end a text, generation_config.json."""
         path = self.folder / "config.json"
         generation = self._json("generation_config.json") if (self.folder / "generation_config.json").is_file() else {}
-        with named_errors(str(path)):
-            return config_from_hf(self._raw, generation, str(path))
+        return config_from_hf(self._raw, generation, str(path))
 
     def params(
         self, config: ModelConfig, place: Callable[[LeafPath, np.ndarray], Any], *, progress: bool = True
@@ -93,7 +96,7 @@ class HFFolder:
     def _open(self, path: Path) -> Any:
         try:
             return safe_open(path, framework="numpy")
-        except SafetensorError as error:
+        except (SafetensorError, OSError) as error:
             raise ModelError(f"{path}: cut short, or no safetensors file ({error})") from error
 
     def _json(self, name: str) -> dict[str, Any]:
@@ -102,6 +105,8 @@ class HFFolder:
             data = json.loads(path.read_text())
         except FileNotFoundError as error:
             raise ModelError(f"{path} is missing: the folder is not in Hugging Face's layout") from error
+        except OSError as error:
+            raise ModelError(f"{path} cannot be read ({error.strerror})") from error
         except ValueError as error:
             raise ModelError(f"{path} is not JSON ({error})") from error
         if not isinstance(data, dict):
@@ -120,11 +125,25 @@ def config_from_hf(raw: dict[str, Any], generation: dict[str, Any], where: str) 
     Raises:
         ModelError: an unknown model type, a key that is missing, or something that is not computed here.
     """
+    keys = (
+        {**_KEYS, "eos_token_ids": "generation_config.json's eos_token_id"} if "eos_token_id" in generation else _KEYS
+    )
+    with named_errors(where, keys):
+        return _config(raw, _or(generation.get("eos_token_id"), raw.get("eos_token_id")), where)
+
+
+def _config(raw: dict[str, Any], eos: Any, where: str) -> ModelConfig:
     model_type = check_model_type(raw.get("model_type"), where)
     _refuse_what_is_not_computed(raw, where)
     rope = _rope_parameters(raw, where)
     hidden, num_heads = _require(raw, "hidden_size", where), _require(raw, "num_attention_heads", where)
-    eos = generation.get("eos_token_id", raw.get("eos_token_id"))
+    check_count(hidden, "hidden_size", where)
+    check_count(num_heads, "num_attention_heads", where)
+    if raw.get("head_dim") is None and hidden % num_heads:
+        raise ModelError(
+            f"{where}: hidden_size={hidden} is not allowed: without head_dim it must be a multiple of "
+            f"num_attention_heads={num_heads}"
+        )
     return ModelConfig(
         model_type=model_type,
         vocab_size=_require(raw, "vocab_size", where),
@@ -135,9 +154,9 @@ def config_from_hf(raw: dict[str, Any], generation: dict[str, Any], where: str) 
         num_kv_heads=_or(raw.get("num_key_value_heads"), num_heads),
         head_dim=_or(raw.get("head_dim"), hidden // num_heads),
         max_position_embeddings=_or(raw.get("max_position_embeddings"), 2048),
-        rope_theta=float(rope.pop("rope_theta")),
+        rope_theta=rope.pop("rope_theta"),
         rms_norm_eps=_or(raw.get("rms_norm_eps"), 1e-6),
-        tie_word_embeddings=bool(raw.get("tie_word_embeddings", False)),
+        tie_word_embeddings=_or(raw.get("tie_word_embeddings"), False),
         rope_scaling=tuple(sorted(rope.items())) or None,
         bos_token_id=raw.get("bos_token_id"),
         eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (eos,),
@@ -145,16 +164,40 @@ def config_from_hf(raw: dict[str, Any], generation: dict[str, Any], where: str) 
 
 
 def _rope_parameters(raw: dict[str, Any], where: str) -> dict[str, Any]:
-    """`rope_theta`, and if positions are scaled `rope_type` and what that type needs."""
-    given = {**(raw.get("rope_scaling") or {}), **(raw.get("rope_parameters") or {})}
-    theta = _or(given.pop("rope_theta", None), _or(raw.get("rope_theta"), 10000.0))
-    kind = _or(given.pop("rope_type", None), given.pop("type", "default"))
-    if kind == "default":
-        return {"rope_theta": theta}
-    if kind not in _SCALING_KEYS:
-        raise ModelError(f"{where}: rope_type {kind!r} is not known; allowed: default, {', '.join(_SCALING_KEYS)}")
-    scaling = {key: _require(given, key, f"{where}: rope_type {kind!r}") for key in _SCALING_KEYS[kind]}
-    return {"rope_theta": theta, "rope_type": kind, **scaling}
+    """`rope_theta`, and if positions are scaled `rope_type` and what that type needs.
+
+    Transformers 5 calls `rope_parameters` what was `rope_scaling`: a file that has both must say the same twice.
+    """
+    theta = _or(raw.get("rope_theta"), 10000.0)
+    found = {
+        key: _read_rope(raw[key], key, theta, where) for key in ("rope_scaling", "rope_parameters") if raw.get(key)
+    }
+    if len(found) == 2 and found["rope_scaling"] != found["rope_parameters"]:
+        raise ModelError(
+            f"{where}: rope_scaling={raw['rope_scaling']!r} contradicts rope_parameters={raw['rope_parameters']!r}; "
+            "allowed: one of them, or both the same"
+        )
+    return next(iter(found.values()), {"rope_theta": theta})
+
+
+def _read_rope(given: Any, name: str, theta: Any, where: str) -> dict[str, Any]:
+    if not isinstance(given, dict):
+        raise ModelError(f"{where}: {name}={given!r} is not allowed: {name} must be an object")
+    kinds = [given[key] for key in ("rope_type", "type") if given.get(key) is not None] or ["default"]
+    for kind in kinds:
+        if kind != kinds[0] or (kind != "default" and kind not in [*ROPE_SCALING_KEYS]):
+            raise ModelError(
+                f"{where}: {name}'s rope_type {kind!r} is not known, or contradicts its type; allowed: default, "
+                f"{', '.join(ROPE_SCALING_KEYS)}"
+            )
+    _refuse_what_is_not_computed(given, f"{where}: {name}")
+    scaling = {"rope_theta": _or(given.get("rope_theta"), theta)}
+    if kinds[0] == "default":
+        return scaling
+    needed = {
+        key: _require(given, key, f"{where}: {name} of rope_type {kinds[0]!r}") for key in ROPE_SCALING_KEYS[kinds[0]]
+    }
+    return {**scaling, "rope_type": kinds[0], **needed}
 
 
 def _refuse_what_is_not_computed(raw: dict[str, Any], where: str) -> None:
@@ -202,7 +245,7 @@ def download_snapshot(name: str, *, progress: bool = True) -> tuple[Path, str]:
             repo_id,
             revision=revision or None,
             allow_patterns=_PATTERNS,
-            tqdm_class=None if progress else _Silent,
+            tqdm_class=None if progress and sys.stderr.isatty() else _Silent,
         )
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError, ValueError) as error:
         reason = str(error).strip().split("\n")[0]

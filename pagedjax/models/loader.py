@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import shutil
 import warnings
@@ -32,6 +33,7 @@ from pagedjax.models.progress import stages
 from pagedjax.models.registry import KNOWN_MODELS, WheelRecipe
 from pagedjax.models.tokenizer import load_tokenizer, tokenizer_from_gguf
 from pagedjax.models.weights import LeafPath
+from pagedjax.scalars import shown
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -54,6 +56,12 @@ class LoadedModel:
     params: dict[str, Any]
     tokenizer: PreTrainedTokenizerBase | None
     source: dict[str, Any]
+
+
+def check_model_name(name: object) -> None:
+    """Raises ModelError unless it is something that can be looked for."""
+    if not isinstance(name, str | Path) or not str(name) or "\0" in str(name):
+        raise ModelError(f"model={shown(name)} must be a name, a path or a Hugging Face id")
 
 
 def load_model(
@@ -79,7 +87,8 @@ def load_model(
     """
     require(dtype in DTYPES, "dtype", dtype, f"one of {', '.join(DTYPES)}")
     placement = _placement(sharding)
-    name, path = str(name_or_path), Path(name_or_path).expanduser()
+    check_model_name(name_or_path)
+    name, path = str(name_or_path), Path(os.path.expanduser(name_or_path))
     if name in KNOWN_MODELS:
         return _load_known(name, KNOWN_MODELS[name], dtype, placement, progress)
     if path.is_dir() and is_checkpoint(path):

@@ -7,6 +7,7 @@ the other (q, k, v and gate, up), because one large matmul is faster than three 
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any, TypeVar
@@ -14,8 +15,9 @@ from typing import Any, TypeVar
 import numpy as np
 
 from pagedjax.config import ModelConfig
-from pagedjax.errors import ModelError
+from pagedjax.errors import ConfigError, ModelError
 from pagedjax.models.progress import bar
+from pagedjax.scalars import is_int, shown
 
 LeafPath = tuple[str, ...]
 Part = tuple[str, tuple[int, ...]]
@@ -98,16 +100,30 @@ def check_tensors(
 
 
 @contextmanager
-def named_errors(where: str) -> Iterator[None]:
-    """Turns what a file's odd values (a text for a number, zero heads) set off into a ModelError naming the file."""
+def named_errors(where: str, keys: Mapping[str, str]) -> Iterator[None]:
+    """Turns what a file's odd values (a text for a number, zero heads) set off into a ModelError naming the file.
+
+    Args:
+        where: the file.
+        keys: what the file calls the fields of `ModelConfig`, where it is something else.
+    """
     try:
         yield
     except ModelError:
         raise
+    except ConfigError as error:
+        named = r"\b(" + "|".join(keys) + r")(?==| must be)"
+        raise ModelError(f"{where}: {re.sub(named, lambda match: keys[match[1]], str(error))}") from error
     except (ValueError, TypeError, AttributeError, ZeroDivisionError) as error:
         raise ModelError(f"{where}: {error}") from error
     except KeyError as error:
         raise ModelError(f"{where}: key {error} is missing") from error
+
+
+def check_count(value: object, key: str, where: str) -> None:
+    """Raises ModelError unless a file's value, which others are computed from, is an integer of at least 1."""
+    if not is_int(value, 1):
+        raise ModelError(f"{where}: {key}={shown(value)} is not allowed: {key} must be an integer of at least 1")
 
 
 def keep(path: LeafPath, array: np.ndarray) -> np.ndarray:

@@ -7,11 +7,13 @@ import signal
 import threading
 from typing import Any
 
+import numpy as np
 import pytest
 from engine_harness import Runs
 
 from pagedjax.config import EngineConfig
-from pagedjax.errors import EngineDead, InvalidRequest
+from pagedjax.engine import Engine
+from pagedjax.errors import ConfigError, EngineDead, InvalidRequest, ModelError
 from pagedjax.llm import LLM
 from pagedjax.models.loader import LoadedModel
 from pagedjax.request import SamplingParams
@@ -94,6 +96,18 @@ def test_a_step_cut_short_leaves_an_engine_that_says_so(llm: LLM, monkeypatch: p
     ("call", "message"),
     [
         (lambda llm: llm.generate(5), "prompts=5 must be a prompt or a list of prompts"),
+        (lambda llm: llm.generate({"prompt": 5}), r"prompt=\{'prompt': 5\} must be a string or"),
+        (lambda llm: llm.generate({**A, "prompt": 5}), "prompt=5 is not allowed: prompt must be a string"),
+        (lambda llm: llm.generate({**A, "prompt": "caf\udce9"}), "prompt='caf.udce9' .* lone surrogates"),
+        (lambda llm: llm.generate({"prompt_token_ids": 7}), "prompt_token_ids=7 must be a list of integers"),
+        (lambda llm: llm.generate({"prompt_token_ids": [np.bool_(True)]}), "must be a list of integers"),
+        (lambda llm: llm.chat_prompt(5), "has no chat template"),
+        (lambda llm: llm.engine.abort([1]), r"request_id=\[1\] must be a string"),
+        (lambda llm: llm.engine.is_unfinished(None), "request_id=None must be a string"),
+        (lambda llm: llm.engine.open_mailbox([1], every=True), r"request_id=\[1\] must be a string"),
+        (lambda llm: llm.engine.receive({}), r"request_id=\{\} must be a string"),
+        (lambda llm: llm.engine.close_mailbox(1), "request_id=1 must be a string"),
+        (lambda llm: llm.engine.add_request(A, arrival_time="now"), "arrival_time='now' must be a number of seconds"),
         (lambda llm: llm.generate(A, "greedy"), "params='greedy' must be SamplingParams"),
         (lambda llm: llm.generate([A], ["greedy"]), "params='greedy' must be SamplingParams"),
         (lambda llm: llm.chat({"role": "user", "content": "Hi"}), "must be a list of messages"),
@@ -105,6 +119,29 @@ def test_wrong_types_are_named(llm: LLM, call: Any, message: str) -> None:
     with pytest.raises(InvalidRequest, match=message):
         call(llm)
     assert not llm.engine.has_unfinished()
+
+
+@pytest.mark.parametrize(
+    ("call", "message"),
+    [
+        (lambda model: LLM(5), "model=5 must be a name, a path or a Hugging Face id"),  # type: ignore[arg-type]
+        (lambda model: LLM(""), "model='' must be a name"),
+        (lambda model: LLM("a\0b"), "must be a name"),
+        (lambda model: LLM("x", {"block_size": 4}), r"config=\{'block_size': 4\} must be an EngineConfig"),  # type: ignore[arg-type]
+        (lambda model: LLM(model, "fast"), "config='fast' must be an EngineConfig, or None"),  # type: ignore[arg-type]
+        (lambda model: Engine(model, {}), r"config=\{\} must be an EngineConfig, or None"),  # type: ignore[arg-type]
+        (lambda model: Engine("smollm2-135m"), "model='smollm2-135m' must be a LoadedModel"),  # type: ignore[arg-type]
+    ],
+)
+def test_engines_of_wrong_types_are_named(tiny: LoadedModel, call: Any, message: str) -> None:
+    with pytest.raises((ConfigError, ModelError), match=message):
+        call(tiny)
+
+
+def test_numpys_integers_are_token_ids(llm: LLM) -> None:
+    ids = np.array([3, 4, 5])
+    a, b = llm.generate([{"prompt_token_ids": ids}, {"prompt_token_ids": list(ids)}], PARAMS, progress=False)
+    assert a.prompt_token_ids == b.prompt_token_ids == [3, 4, 5] and a.outputs == b.outputs
 
 
 def test_runs_still_go_step_by_step(runs: Runs) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import time
+
 import jax
 import numpy as np
 import pytest
@@ -11,7 +13,9 @@ from pagedjax.config import EngineConfig
 from pagedjax.device.kv_pool import PoolInfo, bytes_per_block
 from pagedjax.device.programs import no_new_compiles
 from pagedjax.device.runner import Runner
+from pagedjax.engine import Engine
 from pagedjax.host.plan import ScheduledChunk, StepPlan
+from pagedjax.models import progress
 from pagedjax.models.llama import AttentionBackend
 from pagedjax.models.loader import LoadedModel
 from pagedjax.request import Request, SamplingParams, Sequence
@@ -78,11 +82,32 @@ def test_every_program_aliases_the_pool_and_needs_little_beside_it(smollm2: Load
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
     for name, program in runner.programs.compiled().items():
         memory = program.memory_analysis()
+        assert memory is not None
         assert memory.temp_size_in_bytes < 0.05 * GIB, (name, memory.temp_size_in_bytes)
         if name.startswith("backbone"):
             assert memory.alias_size_in_bytes >= pool.pool_bytes, name
         if name.startswith("sample"):
             assert memory.alias_size_in_bytes >= state_bytes, name
+
+
+def test_a_slow_compilation_is_announced_and_its_time_counted_apart(
+    runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
+    engine = runs.engine()
+    began = time.perf_counter()
+    runs.run(engine, runs.prompts(3), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
+    stats, wall = engine.stats(), time.perf_counter() - began
+    said = capsys.readouterr().err.splitlines()
+    assert said == [f"compiling {name} ..." for name in engine.runner.programs.seconds] != []
+    assert stats.compile_seconds == sum(engine.runner.programs.seconds.values())
+    rest = stats.host_seconds + stats.prepare_seconds + stats.device_wait_seconds + stats.output_seconds
+    assert stats.prepare_seconds > 0 and stats.compile_seconds + rest < wall
+    engine.reset_stats()
+    assert engine.stats().compile_seconds == 0
+    quiet = Engine(runs.model, engine.config, progress=False)
+    runs.run(quiet, runs.prompts(3), SamplingParams(max_tokens=2))
+    assert quiet.stats().compile_seconds > 0 and capsys.readouterr().err == ""
 
 
 def test_the_old_pool_is_gone_after_a_step(runs: Runs) -> None:

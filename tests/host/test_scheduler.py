@@ -175,9 +175,7 @@ def test_a_request_that_outgrows_the_pool_ends_with_a_reason_and_the_others_go_o
     plan, updates = run(scheduler)
     assert (plan.failed, brief(plan)) == ((0,), [(1, 0, 3)])
     assert seq.finish_reason == "error"
-    assert seq.stop_reason == (
-        "request 'r0' needs room for 5 tokens, but the whole pool holds 4 (2 blocks of 2 tokens)"
-    )
+    assert seq.stop_reason == ("needs room for 5 tokens, but the whole pool holds 4 (2 blocks of 2 tokens)")
     assert len(seq.token_ids) == 5
     assert [update.seq_id for update in updates] == [1]
 

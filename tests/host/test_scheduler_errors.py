@@ -97,7 +97,7 @@ def test_a_request_that_an_allocator_can_never_admit_ends_with_a_reason():
     plan, _ = run(scheduler)
     assert plan.failed == (0,)
     assert [chunk.seq_id for chunk in plan.chunks] == [1]
-    assert seq.stop_reason == "request 'r0' needs room for 9 tokens, but the whole pool holds 16 (4 blocks of 4 tokens)"
+    assert seq.stop_reason == "needs room for 9 tokens, but the whole pool holds 16 (4 blocks of 4 tokens)"
 
 
 def test_who_is_preempted_waits_at_least_until_the_next_step():

@@ -4,17 +4,21 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import jax
 import numpy as np
+import orbax.checkpoint as ocp
 import pytest
 from tiny_model import CONFIG, random_tensors
 
+from pagedjax.cli import main
 from pagedjax.errors import CheckpointError
 from pagedjax.models import loader
 from pagedjax.models.checkpoint import MANIFEST, save_checkpoint
@@ -95,6 +99,7 @@ def flip_a_byte(path: Path) -> None:
 DAMAGES: dict[str, tuple[Callable[[Path], object], str]] = {
     "manifest is missing": (lambda f: (f / MANIFEST).unlink(), f"{MANIFEST} is missing: the checkpoint is incomplete"),
     "manifest is not JSON": (lambda f: (f / MANIFEST).write_text("{"), f"{MANIFEST} cannot be read"),
+    "manifest is a folder": (lambda f: ((f / MANIFEST).unlink(), (f / MANIFEST).mkdir()), "cannot be read.*directory"),
     "manifest lacks a key": (lambda f: edit_manifest(f, lambda m: m.pop("files")), "cannot be read.*'files'"),
     "other version": (
         lambda f: edit_manifest(f, lambda m: m.update(version=99)),
@@ -184,6 +189,30 @@ def test_checkpoint_of_other_weights_is_converted_anew(
     with pytest.warns(UserWarning, match=r"was made from other weights than those of tiny-model==1\.0"):
         load_model("tiny", dtype="float32", progress=False)
     assert len(made) == 1
+
+
+@pytest.mark.parametrize("call", ["save", "restore"])
+def test_ctrl_c_while_orbax_works_is_one_line_and_the_next_start_is_whole(
+    recipe: WheelRecipe, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], call: str
+):
+    whole: list[str] = []
+    original = getattr(ocp.Checkpointer, call)
+
+    def interrupted(self: Any, *args: Any, **options: Any) -> Any:
+        signal.raise_signal(signal.SIGINT)
+        result = original(self, *args, **options)
+        whole.append(call)
+        return result
+
+    with monkeypatch.context() as patch:
+        patch.setattr(ocp.Checkpointer, call, interrupted)
+        assert main(["generate", "hello", "--model", "tiny"]) == 130
+    captured = capsys.readouterr()
+    assert captured.err.splitlines()[-1] == "pagedjax: interrupted" and captured.out == ""
+    assert "Traceback" not in captured.err and whole == [call]
+    params = load_model("tiny", dtype="float32", progress=False).params
+    expected = build_params(CONFIG, random_tensors(CONFIG).__getitem__, keep, desc="", progress=False)
+    jax.tree.map(np.testing.assert_array_equal, params, expected)
 
 
 def test_two_at_once_convert_once(recipe: WheelRecipe, monkeypatch: pytest.MonkeyPatch):

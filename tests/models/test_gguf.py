@@ -125,11 +125,19 @@ def test_missing_metadata_key_is_named(tmp_path: Path):
     [
         ({"llama.rope.dimension_count": 8}, r"llama\.rope\.dimension_count is 8; allowed: head_dim=16"),
         ({"llama.expert_count": 8}, r"llama\.expert_count is 8; allowed: 0"),
-        ({"llama.attention.head_count": 0}, "by zero"),
-        ({"llama.attention.head_count_kv": 3}, "num_kv_heads=3 is not allowed"),
+        ({"llama.attention.head_count": 0}, r"llama\.attention\.head_count=0 is not allowed.*at least 1"),
+        (
+            {"llama.attention.head_count_kv": 3},
+            r"llama\.attention\.head_count_kv=3 is not allowed.*a divisor of llama\.attention\.head_count=4",
+        ),
+        ({"llama.block_count": 0}, r"llama\.block_count=0 is not allowed"),
         (
             {"llama.rope.scaling.type": "yarn", "llama.rope.scaling.factor": 2.0},
-            "rope_type='yarn' is not allowed.*'linear' or 'llama3'",
+            r"llama\.rope\.scaling\.type='yarn' is not allowed.*'linear' or 'llama3'",
+        ),
+        (
+            {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 0.0},
+            r"llama\.rope\.scaling\.factor=0\.0 is not allowed.*a positive number",
         ),
     ],
 )

@@ -173,16 +173,41 @@ def test_both_forms_of_rope_settings(changes: dict, theta: float, scaling: dict 
     assert (None if config.rope_scaling is None else dict(config.rope_scaling)) == scaling
 
 
-def test_rope_settings_that_are_refused():
-    with pytest.raises(ModelError, match="rope_type 'yarn' is not known; allowed: default, linear, llama3"):
-        parse(rope_scaling={"rope_type": "yarn", "factor": 2.0})
-    with pytest.raises(ModelError, match="rope_type 'llama3': key 'low_freq_factor' is missing"):
-        parse(rope_scaling={"rope_type": "llama3", "factor": 2.0})
+YARN = {"rope_type": "yarn", "factor": 2.0}
+DEFAULT = {"rope_type": "default"}
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"rope_scaling": YARN}, "rope_scaling's rope_type 'yarn' is not known.* allowed: default, linear, llama3"),
+        ({"rope_scaling": YARN, "rope_parameters": DEFAULT}, "rope_scaling's rope_type 'yarn' is not known"),
+        ({"rope_scaling": DEFAULT, "rope_parameters": YARN}, "rope_parameters's rope_type 'yarn' is not known"),
+        ({"rope_scaling": {"type": "yarn", **DEFAULT}}, "rope_type 'yarn' is not known, or contradicts its type"),
+        ({"rope_scaling": {"type": ["yarn"]}}, r"rope_type \['yarn'\] is not known"),
+        ({"rope_scaling": LLAMA3, "rope_parameters": DEFAULT}, "rope_scaling=.*llama3.* contradicts rope_parameters="),
+        (
+            {"rope_scaling": {"type": "llama3", "factor": 2.0}},
+            "of rope_type 'llama3': key 'low_freq_factor' is missing",
+        ),
+        ({"rope_parameters": {**DEFAULT, "partial_rotary_factor": 0.5}}, "rope_parameters: partial_rotary_factor=0.5"),
+    ],
+)
+def test_rope_settings_that_are_refused(changes: dict, message: str):
+    with pytest.raises(ModelError, match=message):
+        parse(**changes)
+
+
+def test_rope_settings_may_be_said_twice():
+    assert parse(rope_scaling=LLAMA3, rope_parameters=LLAMA3) == parse(rope_scaling=LLAMA3)
 
 
 def test_end_of_text_tokens():
     assert parse(eos_token_id=[2, 0]).eos_token_ids == (2, 0)
     assert config_from_hf(RAW, {"eos_token_id": [0, 1]}, "").eos_token_ids == (0, 1)
+    assert config_from_hf(RAW, {"eos_token_id": None}, "").eos_token_ids == (2,)
+    with pytest.raises(ModelError, match=r"config\.json: generation_config\.json's eos_token_id=-1 is not allowed"):
+        config_from_hf(RAW, {"eos_token_id": -1}, "config.json")
 
 
 @pytest.mark.parametrize(
@@ -218,17 +243,42 @@ def test_folder_that_is_none_of_ours(tmp_path: Path, folder: Path):
     (folder / "config.json").write_text("[]")
     with pytest.raises(ModelError, match=r"config\.json holds a list; expected an object"):
         load(folder)
+    (folder / "config.json").unlink()
+    (folder / "config.json").mkdir()
+    with pytest.raises(ModelError, match=r"config\.json cannot be read \(Is a directory\)"):
+        load(folder)
 
 
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"num_attention_heads": 0}, "by zero"),
-        ({"hidden_size": "64"}, "unsupported operand"),
-        ({"num_key_value_heads": 3}, "num_kv_heads=3 is not allowed"),
-        ({"rope_theta": "a lot"}, "could not convert string to float: 'a lot'"),
-        ({"eos_token_id": 10**6}, r"special token id=1000000 is not allowed"),
-        ({"rope_scaling": "linear"}, "not a mapping"),
+        ({"num_attention_heads": 0}, "num_attention_heads=0 is not allowed: num_attention_heads must be an integer"),
+        ({"hidden_size": "64"}, "hidden_size='64' is not allowed: hidden_size must be an integer of at least 1"),
+        ({"hidden_size": 66}, "hidden_size=66 is not allowed: without head_dim .* multiple of num_attention_heads=4"),
+        ({"vocab_size": True}, "vocab_size=True is not allowed"),
+        ({"num_hidden_layers": 2.5}, r"num_hidden_layers=2\.5 is not allowed: num_hidden_layers must be an integer"),
+        ({"num_key_value_heads": 3}, "num_key_value_heads=3 is not .* divisor of num_attention_heads=4"),
+        ({"rope_theta": "a lot"}, "rope_theta='a lot' is not allowed: rope_theta must be a positive number"),
+        ({"rope_theta": True}, "rope_theta=True is not allowed"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf is not allowed"),
+        ({"rms_norm_eps": float("nan")}, "rms_norm_eps=nan is not allowed"),
+        ({"tie_word_embeddings": "false"}, "tie_word_embeddings='false' is not allowed: .* True or False"),
+        ({"eos_token_id": 10**6}, r"eos_token_id=1000000 is not allowed: eos_token_id must be a token id"),
+        ({"eos_token_id": ["2"]}, "eos_token_id='2' is not allowed"),
+        ({"bos_token_id": "<s>"}, "bos_token_id='<s>' is not allowed"),
+        ({"rope_scaling": "linear"}, "rope_scaling='linear' is not allowed: rope_scaling must be an object"),
+        (
+            {"rope_scaling": {"type": "linear", "factor": 0}},
+            "factor=0 is not allowed: factor must be a positive number",
+        ),
+        ({"rope_scaling": {"type": "linear", "factor": -1.0}}, r"factor=-1\.0 is not allowed"),
+        ({"rope_scaling": {"type": "linear", "factor": float("nan")}}, "factor=nan is not allowed"),
+        ({"rope_scaling": {"type": "linear", "factor": "2"}}, "factor='2' is not allowed"),
+        (
+            {"rope_parameters": {**LLAMA3, "high_freq_factor": 1.0}},
+            r"high_freq_factor=1\.0 .* above low_freq_factor=1\.0",
+        ),
+        ({"rope_parameters": {**LLAMA3, "original_max_position_embeddings": 0}}, "original_max_position_embeddings=0"),
     ],
 )
 def test_odd_values_name_the_file(folder: Path, changes: dict, message: str):
