@@ -5,10 +5,11 @@ from __future__ import annotations
 from jaxtyping import Array
 
 from pallas_kernels.mosaic_gpu.paged_decode import paged_decode
+from pallas_kernels.mosaic_gpu.prefill import flash_attention, paged_attention
 
-__all__ = ["paged_decode", "unsupported"]
+__all__ = ["flash_attention", "paged_attention", "paged_decode", "unsupported"]
 
-OPS = ("paged_decode",)
+OPS = ("paged_decode", "paged_attention", "flash_attention")
 DTYPES = ("bfloat16", "float16")
 MAX_HEAD_DIM = 256
 MIN_BLOCK_SIZE = 8

@@ -32,7 +32,6 @@ MAX_STAGES = 8
 MAX_CONSUMERS = 2
 SHARED_MEMORY = 227 << 10  # bytes that one program may have on sm_90
 RESERVED = 4 << 10  # of those: barriers, and what reductions over warps need
-ACCUMULATOR = 128  # columns of the output that are multiplied at a time: registers bound it
 LOG2E = math.log2(math.e)
 WGMMA = plgpu.Layout.WGMMA
 
@@ -132,7 +131,6 @@ def attend(
     """
     items, kv_heads, rows, head_dim = q.shape
     dtype = q.dtype
-    columns = [(at, min(ACCUMULATOR, head_dim - at)) for at in range(0, head_dim, ACCUMULATOR)]
     consumers, stages = config.consumers, config.stages
     splits, tiles_per_split = split or (1, 0)
     rows_each = min(rows, ROWS)
@@ -165,7 +163,7 @@ def attend(
 
         @pl.when(warpgroup == consumers)
         def _produce():
-            plgpu.set_max_registers(40, action="decrease")
+            plgpu.set_max_registers(24, action="decrease")
             copy = source.fetch((k_ref, v_ref), source_refs, seq_ref[item], head, begin, end)
             rings = ((k_smem, k_ready, k_free), (v_smem, v_ready, v_free))
 
@@ -184,7 +182,7 @@ def attend(
 
         @pl.when(warpgroup < consumers)
         def _consume():
-            plgpu.set_max_registers(208 if consumers == 1 else 232, action="increase")
+            plgpu.set_max_registers(240, action="increase")
             rows_here = pl.ds(warpgroup * ROWS if consumers > 1 else 0, rows_each)
             my_q, my_p, my_lse = q_smem.at[warpgroup], p_smem.at[warpgroup], lse_smem.at[warpgroup]
 
@@ -204,7 +202,7 @@ def attend(
                     stop = full((ROWS,), end, WGMMA.reduce(1))
 
                 def tile(step, carry):
-                    outs, top, total = carry
+                    out, top, total = carry
                     stage, position = stage_of(step), (first + step) * TILE
                     plgpu.barrier_wait(k_ready.at[stage])
                     scores = multiply(my_q, k_smem.at[stage].transpose((1, 0)), (ROWS, TILE))
@@ -221,30 +219,17 @@ def attend(
                     plgpu.barrier_wait(v_ready.at[stage])
                     partly = (position < begin) | (position + TILE > end)
                     clean(v_smem.at[stage], partly, begin - position, end - position, v_clean)
-                    outs = tuple(
-                        out * lax.broadcast_in_dim(decay, out.shape, [0])
-                        + multiply(my_p, v_smem.at[stage, :, pl.ds(at, width)], (ROWS, width))
-                        for out, (at, width) in zip(outs, columns, strict=True)
-                    )
+                    out *= lax.broadcast_in_dim(decay, out.shape, [0])
+                    out = add_product(out, my_p, v_smem.at[stage], bool(interpret))
                     plgpu.barrier_arrive(v_free.at[stage])
-                    return outs, new_top, total
+                    return out, new_top, total
 
-                outs, top, total = lax.fori_loop(
-                    0,
-                    steps,
-                    tile,
-                    (
-                        tuple(full((ROWS, width), 0, WGMMA) for _, width in columns),
-                        full((ROWS,), MASKED, WGMMA.reduce(1)),
-                        full((ROWS,), 0, WGMMA.reduce(1)),
-                    ),
-                )
+                nothing = full((ROWS,), MASKED, WGMMA.reduce(1)), full((ROWS,), 0, WGMMA.reduce(1))
+                out, top, total = lax.fori_loop(0, steps, tile, (full((ROWS, head_dim), 0, WGMMA), *nothing))
                 my_out = o_smem if split else my_q
                 any_seen = total > 0
                 safe = jnp.where(any_seen, total, 1.0)
-                for out, (at, width) in zip(outs, columns, strict=True):
-                    out = out / lax.broadcast_in_dim(safe, out.shape, [0])
-                    my_out[:, pl.ds(at, width)] = out.astype(out_type[0].dtype)
+                my_out[...] = (out / lax.broadcast_in_dim(safe, out.shape, [0])).astype(out_type[0].dtype)
                 my_lse[...] = jnp.where(any_seen, (top + jnp.log2(safe)) / LOG2E, MASKED)
                 plgpu.commit_smem()
                 plgpu.copy_smem_to_gmem(my_out.at[pl.ds(0, rows_each)], out_ref.at[(*place, rows_here)])
@@ -284,10 +269,15 @@ def attend(
     return run(q, k, v, *arrays, work.seq, work.first_position, work.end)
 
 
+def swizzle(columns: int, itemsize: int) -> int:
+    """Bytes of the widest runs of a row that wgmma takes, and that fill it."""
+    return next(run for run in (128, 64, 32) if columns * itemsize % run == 0)
+
+
 def transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
-    """How wgmma wants a tile to lie in shared memory: swizzled in the widest runs that fit."""
-    swizzle = next(swizzle for swizzle in (128, 64, 32) if columns * itemsize % swizzle == 0)
-    return plgpu.TilingTransform((8, swizzle // itemsize)), plgpu.SwizzleTransform(swizzle)
+    """How a tile lies in shared memory."""
+    run = swizzle(columns, itemsize)
+    return plgpu.TilingTransform((8, run // itemsize)), plgpu.SwizzleTransform(run)
 
 
 def interpreter(interpret: Any) -> Any:
@@ -318,6 +308,13 @@ def multiply(a: Any, b: Any, shape: tuple[int, int]) -> Array:
     return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
 
 
+def add_product(c: Array, a: Any, b: Any, interpreted: bool) -> Array:
+    """`c` plus a product, without registers for both where that can be said: the interpreter does not know how."""
+    if interpreted:
+        return c + multiply(a, b, c.shape)
+    return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.WGMMAAccumulatorRef.init(c))
+
+
 def capped(scores: Array, mask: Mask) -> Array:
     """Scores in units of log2(e), so that exp2 serves."""
     if mask.soft_cap is None:
@@ -344,9 +341,13 @@ def clean(values: Any, partly: Array, begin: Array, end: Array, barrier: Any) ->
     def _():
         @pl.when(lax.axis_index("warpgroup") == 0)
         def _():
-            row = plgpu.broadcasted_iota(jnp.int32, values.shape, 0, layout=WGMMA)
-            rows = plgpu.layout_cast(values[...], WGMMA)
-            values[...] = jnp.where((row >= begin) & (row < end), rows, jnp.zeros_like(rows))
+            width = swizzle(values.shape[1], 2) // 2  # few registers are free here
+            row = plgpu.broadcasted_iota(jnp.int32, (TILE, width), 0, layout=WGMMA)
+            keep = (row >= begin) & (row < end)
+            for at in range(0, values.shape[1], width):
+                some = values.at[:, pl.ds(at, width)]
+                kept = plgpu.layout_cast(some[...], WGMMA)
+                some[...] = jnp.where(keep, kept, jnp.zeros_like(kept))
             plgpu.commit_smem()
 
         plgpu.barrier_arrive(barrier)

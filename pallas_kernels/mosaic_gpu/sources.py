@@ -50,3 +50,18 @@ def paged(block_size: int) -> Source:
         return copy
 
     return Source(blocks, fetch)
+
+
+def contiguous() -> Source:
+    """K and V [batch, kv_len, kv_heads, head_dim]; what lies behind `kv_len` reads as zeros."""
+
+    def fetch(arrays: Any, _: Any, seq: Any, head: Any, begin: Any, end: Any) -> Any:
+        def copy(tile):
+            rows = pl.ds(tile * TILE, TILE)
+            return lambda which, destination, barrier: plgpu.copy_gmem_to_smem(
+                arrays[which].at[seq, rows, head], destination, barrier
+            )
+
+        return copy
+
+    return Source(1, fetch)
