@@ -2,9 +2,9 @@
 
     python -m pallas_kernels.tune [--op paged_decode] [--json FILE]
 
-A kernel that can be tuned is a module `pallas_kernels.<backend>.<op>` with a frozen dataclass `Config`, which refuses
-what cannot be with a ValueError, and a function of the op's name that takes `config=`, None being its default. Every
-combination of `VALUES` that `Config` takes is tried; a field that is not listed there keeps its default.
+A kernel that can be tuned takes `config=`, and the module it stands in has a frozen dataclass `Config`, which refuses
+what cannot be with a ValueError. Every combination of `VALUES` that `Config` takes is tried; a field that is not listed
+there keeps the default of the class. What a chip or compiler refuses, and what computes something else, is passed over.
 Exit status: 1 without a chip that is in the table of chips, 2 for arguments that are not understood.
 """
 
@@ -12,13 +12,11 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import importlib
 import itertools
 import statistics
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import jax
@@ -31,7 +29,7 @@ from pallas_kernels.bench.cases import MODELS, Case, model_case
 from pallas_kernels.bench.records import format_table, provenance, write_json
 from pallas_kernels.bench.timing import Call, alternate
 from pallas_kernels.chips import CHIPS, Chip, chip_here
-from pallas_kernels.dispatch import PALLAS, resolve_backend
+from pallas_kernels.dispatch import PALLAS, choose, load
 
 # What is worth trying, by the name of a configuration's field.
 VALUES: dict[str, tuple[int, ...]] = {
@@ -40,7 +38,8 @@ VALUES: dict[str, tuple[int, ...]] = {
     "stages": (2, 3, 4, 6),
     "consumers": (1, 2),
     "query_tokens": (1, 16, 32, 64, 128),
-    "query_rows": (16, 32, 64, 128),
+    "rows": (4, 16, 32, 64, 128, 256),
+    "chunk": (2048, 4096, 8192, 16384, 32768),
     "kv_heads": (1, 2, 3, 4, 8),
 }
 ROUNDS = 15
@@ -95,30 +94,28 @@ def best(call: Callable[[Any], Call], configs: Sequence[Any], rounds: int = ROUN
     return (fastest if seconds[fastest] <= WORTH * seconds[None] else None), seconds
 
 
-def kernel_module(backend: str, op: str) -> ModuleType | None:
-    """The kernel's module, if it can be tuned."""
-    try:
-        module = importlib.import_module(f"pallas_kernels.{backend}.{op}")
-    except ModuleNotFoundError:
-        return None
-    return module if hasattr(module, "Config") else None
+def kernel_config(backend: str, op: str) -> type[Any] | None:
+    """The class of a kernel's configurations, out of the module that the kernel stands in; None without one."""
+    function = getattr(load(backend), op)
+    return getattr(sys.modules[function.__module__], "Config", None)
 
 
-def tune(chip: Chip, backend: str, op: str, model: str) -> tuple[tuple[tuning.Key, tuning.Winner | None], dict] | None:
-    """What came out for one op of one model, for the table and for people; None where nothing can be tuned."""
-    module = kernel_module(backend, op)
-    if module is None:
-        return None
+def tune(chip: Chip, op: str, model: str) -> tuple[tuple[tuning.Key, tuning.Winner | None] | None, dict[str, Any]]:
+    """What came out for one op of one model: for the table, if there is anything to tune, and for people."""
     head_dim = MODELS[model][2]
     stored_dim = -(-head_dim // 128) * 128 if chip.platform == "tpu" else head_dim
     case = model_case(model, op, "bfloat16", stored_dim)
     arrays, named = problems.internal_arguments(case)
     operands = problems.operands(case, arrays)
-    winner, seconds = best(functools.partial(_call, module, case, arrays, named), candidates(module.Config))
-    row = {
-        "op": op,
-        "model": model,
-        "backend": backend,
+    backend = choose(op, "auto", False, *operands)
+    row: dict[str, Any] = {"op": op, "model": model, "backend": backend}
+    config = kernel_config(backend, op) if backend in PALLAS else None
+    if config is None:
+        return None, row
+    winner, seconds = best(
+        functools.partial(_call, getattr(load(backend), op), case, arrays, named), candidates(config)
+    )
+    row |= {
         "config": "default" if winner is None else str(dataclasses.asdict(winner)),
         "us": seconds[winner] * 1e6,
         "default_us": seconds[None] * 1e6,
@@ -130,8 +127,10 @@ def tune(chip: Chip, backend: str, op: str, model: str) -> tuple[tuple[tuning.Ke
     return (place, tuning.Winner(dataclasses.asdict(winner), row["us"], row["default_us"])), row
 
 
-def _call(module: ModuleType, case: Case, arrays: tuple[Any, ...], named: Mapping[str, Any], config: Any) -> Call:
-    function = functools.partial(getattr(module, case.op), **case.options(), config=config)
+def _call(
+    kernel: Callable[..., Any], case: Case, arrays: tuple[Any, ...], named: Mapping[str, Any], config: Any
+) -> Call:
+    function = functools.partial(kernel, **case.options(), config=config)
     if case.updated is None:
         return functools.partial(jax.jit(function), *arrays, **named)
     step = jax.jit(function, donate_argnums=case.updated)
@@ -160,27 +159,22 @@ def main(arguments: Sequence[str] | None = None) -> int:
         here = jax.devices()[0].device_kind
         print(f"{parser.prog}: this needs {_wanted(options.chips)}; JAX runs on {here} here", file=sys.stderr)
         return 1
-    backend, reason = resolve_backend()
-    if backend not in PALLAS:
-        print(f"{parser.prog}: {reason}; there is nothing to tune", file=sys.stderr)
-        return 1
-    return _tune_all(chip, backend, options.op, Path(options.json))
+    return _tune_all(chip, options.op, Path(options.json))
 
 
 def _wanted(chips: str) -> str:
     return f"one of the chips {', '.join(CHIPS)}" if chips == "here" else f"the chip {chips}"
 
 
-def _tune_all(chip: Chip, backend: str, ops: Sequence[str], target: Path) -> int:
+def _tune_all(chip: Chip, ops: Sequence[str], target: Path) -> int:
     table = tuning.load(target) if target.exists() else {}
     rows = []
     for op, model in itertools.product(ops, MODELS):
-        outcome = tune(chip, backend, op, model)
-        if outcome is None:
-            print(f"{backend} {op}: no configurations to try", file=sys.stderr)
+        found, row = tune(chip, op, model)
+        rows.append(row)
+        if found is None:
             continue
-        table = tuning.merged(table, [outcome[0]])
-        rows.append(outcome[1])
+        table = tuning.merged(table, [found])
         # after each op: what was measured stays, whatever ends the next one
         write_json(target, {"provenance": provenance(), "entries": tuning.entries(table)})
     print(format_table(rows, COLUMNS))

@@ -15,6 +15,8 @@ import sys
 from collections.abc import Sequence
 from typing import Any
 
+import jax
+
 from pallas_kernels.aot.compile import COLUMNS, compile_row, missing
 from pallas_kernels.bench.arguments import Parser, names, writable_argument
 from pallas_kernels.bench.cases import MODELS, OPS, POOL_DTYPES
@@ -67,4 +69,5 @@ def compile_all(
 
 
 if __name__ == "__main__":
+    jax.config.update("jax_platforms", "cpu")  # what is here does not matter, and is not to be started
     sys.exit(main())

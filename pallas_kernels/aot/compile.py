@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from pallas_kernels.aot import child, llo, ptx, traffic
+from pallas_kernels.bench import problems
 from pallas_kernels.bench.cases import Case, model_case
 from pallas_kernels.chips import Chip
-from pallas_kernels.dispatch import PALLAS, resolve_backend
+from pallas_kernels.dispatch import PALLAS, load, resolve_backend
 
 TIMEOUT = 900  # seconds for one compilation
 COLUMNS = (
@@ -78,7 +79,7 @@ def compile_row(chip: Chip, op: str, model: str, pool_dtype: str) -> dict[str, A
     head_dim = model_case(model, op, pool_dtype, 0).head_dim
     stored_dim = -(-head_dim // 128) * 128 if chip.platform == "tpu" else head_dim
     case = model_case(model, op, pool_dtype, stored_dim)
-    backend, reason = backend_for(chip, op)
+    backend, reason = backend_for(chip, case)
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | {
         "chip": chip.name,
         "backend": backend,
@@ -86,23 +87,35 @@ def compile_row(chip: Chip, op: str, model: str, pool_dtype: str) -> dict[str, A
         "shape": f"{model} {case.seqs}x{case.context}" if case.options() else model,
         "dtype": pool_dtype,
         "case": dataclasses.asdict(case),
+        "config": None,
         "kernels": [],
+        "error": None,
     }
-    if backend == "xla" and reason is not None:
-        return row | {"verdict": f"no kernel: {reason}"}
-    if refusal := refused(chip, case):
+    if refusal := reason or refused(chip, case):
         return row | {"verdict": f"refused: {refusal}"}
     with tempfile.TemporaryDirectory(prefix="pallas_kernels_aot_") as folder:
         return row | _compile(chip, backend, case, Path(folder))
 
 
-def backend_for(chip: Chip, op: str) -> tuple[str, str | None]:
-    """Whose kernel runs this op on a chip; with "xla", why there is none, or None where XLA serves every chip."""
-    if op in ("gather_blocks", "scatter_blocks"):
+def backend_for(chip: Chip, case: Case) -> tuple[str, str | None]:
+    """Whose kernel runs this op on a chip, as `dispatch.choose` has it; and where there is none, why not.
+
+    `gather_blocks` and `scatter_blocks` are XLA's everywhere.
+    """
+    if case.op in ("gather_blocks", "scatter_blocks"):
         return "xla", None
     capability = chip.compute_capability and ".".join(map(str, chip.compute_capability))
-    name, reason = resolve_backend(platform=chip.platform, compute_capability=capability)
-    return (name, None) if name in PALLAS else (name, reason)
+    operands = problems.operands(case, case.arguments()[0])
+    reason = None
+    for name in reversed(PALLAS):  # the special ones before Triton
+        try:
+            resolve_backend(name, platform=chip.platform, compute_capability=capability)
+        except ValueError:
+            continue
+        reason = load(name).unsupported(case.op, *operands)
+        if reason is None:
+            return name, None
+    return "xla", reason or resolve_backend(platform=chip.platform, compute_capability=capability)[1]
 
 
 def refused(chip: Chip, case: Case) -> str | None:
@@ -146,8 +159,7 @@ def _compile(chip: Chip, backend: str, case: Case, folder: Path) -> dict[str, An
         return {"verdict": f"crashed: {death(done.returncode)}", "error": done.stderr[-4000:]}
     answer = json.loads((folder / "answer.json").read_text())
     if answer["verdict"] != "ok":
-        line = next(filter(str.strip, answer["error"].splitlines()), "").strip()
-        return {"verdict": f"{answer['verdict']}: {line[:100]}", "error": answer["error"]}
+        return {"verdict": f"failed: {first_line(answer['error'])}", "error": answer["error"]}
     hlo = (folder / "module.txt").read_text()
     try:
         figures = (
@@ -157,7 +169,13 @@ def _compile(chip: Chip, backend: str, case: Case, folder: Path) -> dict[str, An
         )
     except ValueError as error:
         return {"verdict": f"failed: {error}"}
-    return {"verdict": "ok"} | figures | memory_figures(chip, case, answer, _query_tokens(backend, case))
+    merges = any("merge" in kernel["name"] for kernel in figures.get("kernels", ()))
+    return {"verdict": "ok", "config": answer["config"]} | figures | memory_figures(chip, case, answer, merges)
+
+
+def first_line(text: str) -> str:
+    """Of what a compiler says, as much as a table takes."""
+    return next(filter(None, map(str.strip, text.splitlines())), "")[:100]
 
 
 def death(status: int) -> str:
@@ -165,17 +183,18 @@ def death(status: int) -> str:
     return signal.Signals(-status).name if status < 0 else f"exit status {status}"
 
 
-def memory_figures(chip: Chip, case: Case, answer: dict[str, Any], query_tokens: int) -> dict[str, Any]:
-    """The columns about main memory."""
+def memory_figures(chip: Chip, case: Case, answer: dict[str, Any], merges: bool) -> dict[str, Any]:
+    """The columns about main memory; `merges`: a kernel of ours merges the splits of the KV axis."""
     temporary = answer["temporary_bytes"]
     in_place = None if case.updated is None else answer["aliased_bytes"] >= traffic.pool_bytes(case)
-    moved = traffic.moved_bytes(case, temporary, in_place is not False, query_tokens)
+    tile = traffic.query_tokens(case, answer["config"])
+    moved = traffic.moved_bytes(case, temporary, in_place is not False, tile)
     return {
         "temp_mib": temporary / 2**20,
         "in_place": in_place,
         "moved_mib": moved / 2**20,
         "moved/fewest": moved / case.fewest_bytes(),
-        "at_512": traffic.at_context(case, 512, temporary) if case.op == "paged_decode" else None,
+        "at_512": traffic.at_context(case, 512, temporary, merges) if case.op == "paged_decode" else None,
         "roofline_us": traffic.roofline_seconds(chip, case, moved) * 1e6,
     }
 
@@ -217,7 +236,3 @@ def _text(counts: list[dict[str, int]]) -> str | None:
     names = dict.fromkeys(name for count in counts for name in count)
     totals = {name: sum(count.get(name, 0) for count in counts) for name in names}
     return " ".join(f"{name}:{total}" for name, total in totals.items() if total) or None
-
-
-def _query_tokens(backend: str, case: Case) -> int:
-    return 64

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 
 from pallas_kernels.bench.cases import Case
 from pallas_kernels.chips import Chip
+from pallas_kernels.constants import SPLIT
 
 
 def moved_bytes(case: Case, temporary_bytes: int, in_place: bool, query_tokens: int = 1) -> int:
@@ -39,10 +41,27 @@ def pool_bytes(case: Case) -> int:
     return case.num_blocks * case.block_size * case.token_bytes
 
 
-def at_context(case: Case, context: int, temporary_bytes: int) -> float:
-    """Moved over fewest bytes of a decode step whose sequences hold `context` tokens, in the program of `case`."""
+def at_context(case: Case, context: int, temporary_bytes: int, skips_empty_splits: bool) -> float:
+    """Moved over fewest bytes of a decode step whose sequences hold `context` tokens, in the program of `case`.
+
+    Its temporary memory is for as many splits as the table is wide. A kernel of ours that merges them passes over those
+    that a sequence has not; XLA reads them all.
+    """
     short = dataclasses.replace(case, context=context)
+    if skips_empty_splits:
+        temporary_bytes = temporary_bytes * -(-context // SPLIT) // -(-case.context // SPLIT)
     return moved_bytes(short, temporary_bytes, True) / short.fewest_bytes()
+
+
+def query_tokens(case: Case, config: Mapping[str, int] | None) -> int:
+    """Query tokens of a full tile of the attention kernel with this configuration."""
+    config = config or {}
+    group = case.heads // case.kv_heads
+    if "query_tokens" in config:  # tpu
+        return config["query_tokens"]
+    if "consumers" in config:  # mosaic_gpu: each takes the 64 rows of one wgmma
+        return max(1, config["consumers"] * 64 // group)
+    return max(1, config.get("rows", 1) // group)  # triton
 
 
 def roofline_seconds(chip: Chip, case: Case, moved: int) -> float:

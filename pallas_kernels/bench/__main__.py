@@ -23,7 +23,7 @@ from pallas_kernels.bench.arguments import Parser, names, writable_argument
 from pallas_kernels.bench.cases import ATTENTION, MODELS, OPS, POOL_DTYPES, Case
 from pallas_kernels.bench.records import format_table, provenance, write_json
 from pallas_kernels.bench.timing import alternate, paired_ratio
-from pallas_kernels.dispatch import resolve_backend
+from pallas_kernels.dispatch import choose
 
 RIVALS = ("flash", "jax", "cudnn")
 COLUMNS = (
@@ -86,6 +86,13 @@ def cases(platform: str, ops: Sequence[str], dtype: str, axes: Mapping[str, list
         yield model, Case(op, heads, kv_heads, head_dim, batch, context, queries, dtype, block_size, stored_dim)
 
 
+def backend_of(case: Case) -> str:
+    """Which one `auto` is; blocks are gathered and scattered by XLA everywhere."""
+    if case.op in ("gather_blocks", "scatter_blocks"):
+        return "xla"
+    return choose(case.op, "auto", False, *problems.operands(case, case.arguments()[0]))
+
+
 def measure(model: str, case: Case, limits: Mapping[str, float], rounds: int) -> dict[str, Any]:
     """The row of one case. What fails is named on standard error and leaves its columns empty."""
     row: dict[str, Any] = dict.fromkeys(COLUMNS) | {
@@ -95,7 +102,7 @@ def measure(model: str, case: Case, limits: Mapping[str, float], rounds: int) ->
         "context": case.context,
         "block_size": case.block_size if case.op != "flash_attention" else None,
         "dtype": case.pool_dtype,
-        "backend": "xla" if case.op in ("gather_blocks", "scatter_blocks") else resolve_backend()[0],
+        "backend": backend_of(case),
     }
     calls = {}
     for name, call in problems.calls(case).items():
