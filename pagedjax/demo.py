@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import sys
 import time
+from typing import TYPE_CHECKING
 
 from tqdm import tqdm
 
+from pagedjax.cli.loading import llm_class
 from pagedjax.config import EngineConfig
-from pagedjax.engine import Engine
 from pagedjax.errors import PagedJaxError
-from pagedjax.llm import LLM
 from pagedjax.request import RequestOutput, SamplingParams
 from pagedjax.tables import format_table
+
+if TYPE_CHECKING:
+    from pagedjax.engine import Engine
+    from pagedjax.llm import LLM
 
 QUESTIONS = (
     "What is the capital of France?",
@@ -73,7 +77,7 @@ def memory_row(engine: Engine, num_requests: int, seconds: float) -> dict[str, o
 def main() -> int:
     """Exit status: 0; 1 with one sentence when there is no model to be had; 130 after Ctrl-C."""
     try:
-        llm = LLM("smollm2-135m", CONFIG)
+        llm = llm_class()("smollm2-135m", CONFIG)
         llm.engine.warmup()
         llm.engine.reset_stats()
         start = time.perf_counter()

@@ -177,6 +177,32 @@ def test_ctrl_c_while_the_model_loads_is_one_line(model: str) -> None:
     assert (done.returncode, done.stdout, done.stderr) == (130, "", "pagedjax: interrupted\n")
 
 
+@pytest.mark.parametrize(
+    ("command", "module"),
+    [
+        ("pagedjax.cli", "pagedjax.cli.flags"),
+        ("pagedjax.cli", "jax"),
+        ("pagedjax.cli", "pagedjax.engine"),
+        ("pagedjax.demo", "jax"),
+    ],
+)
+def test_ctrl_c_while_modules_load_is_one_line(command: str, module: str) -> None:
+    hook = f"""
+import importlib.abc, signal, sys
+class Interrupt(importlib.abc.MetaPathFinder):
+    def find_spec(self, name, path, target=None):
+        if name == {module!r}:
+            sys.meta_path.remove(self)
+            signal.raise_signal(signal.SIGINT)
+sys.meta_path.insert(0, Interrupt())
+from {command} import main
+sys.argv = ["x", "generate", "hello", "--model", "no-such-model"]
+sys.exit(main())
+"""
+    done = subprocess.run([sys.executable, "-c", hook], capture_output=True, text=True, timeout=300)
+    assert (done.returncode, done.stdout, done.stderr) == (130, "", "pagedjax: interrupted\n")
+
+
 def test_chat_refuses_a_line_that_is_no_utf8_and_answers_the_others(model: str) -> None:
     argv = [sys.executable, "-m", "pagedjax.cli", "chat", "--model", model, *ENGINE, "--max-tokens", "1"]
     env = {**os.environ, "PYTHONUTF8": "1"}
@@ -188,7 +214,7 @@ def test_chat_refuses_a_line_that_is_no_utf8_and_answers_the_others(model: str) 
 def test_demo_answers_and_counts_what_a_reservation_would_take(
     model: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(pagedjax.demo, "LLM", lambda name, config: LLM(model, SAME_ENGINE))
+    monkeypatch.setattr(pagedjax.demo, "llm_class", lambda: lambda name, config: LLM(model, SAME_ENGINE))
     monkeypatch.setattr(pagedjax.demo, "QUESTIONS", ("hello", "world", "12"))
     assert pagedjax.demo.main() == 0
     out = capsys.readouterr().out

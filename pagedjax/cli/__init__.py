@@ -7,7 +7,6 @@ import os
 import sys
 from collections.abc import Sequence
 
-from pagedjax.cli import bench, chat, generate, info
 from pagedjax.errors import PagedJaxError
 
 INTERRUPTED = 130  # what a shell gives a command that Ctrl-C ended
@@ -15,6 +14,8 @@ INTERRUPTED = 130  # what a shell gives a command that Ctrl-C ended
 
 def build_parser() -> argparse.ArgumentParser:
     """One subcommand a module of this package; each sets `run`, a function of the parsed arguments."""
+    from pagedjax.cli import bench, chat, generate, info  # here, so that `main` answers a Ctrl-C meanwhile
+
     parser = argparse.ArgumentParser(prog="pagedjax", description="PagedAttention in JAX.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
     for module in (generate, chat, bench, info):
@@ -24,8 +25,8 @@ def build_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. An error that pagedjax raises on purpose is one sentence."""
-    args = build_parser().parse_args(argv)
     try:
+        args = build_parser().parse_args(argv)
         return args.run(args)
     except PagedJaxError as error:
         print(f"pagedjax: {error}", file=sys.stderr)

@@ -19,6 +19,7 @@ from pagedjax.cli.flags import (
     positive_int,
     sampling_fields,
 )
+from pagedjax.cli.loading import llm_class
 from pagedjax.provenance import provenance
 from pagedjax.tables import format_table, write_json
 
@@ -88,9 +89,7 @@ def _system_rows(args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
     config, sampling = engine_config(args), sampling_fields(args)
     if args.against:
         require_torch()
-    from pagedjax.llm import LLM  # loads jax, which a mistyped flag need not wait for
-
-    engine = LLM(args.model, config).engine
+    engine = llm_class()(args.model, config).engine
     workload = random_workload(args.num_requests, args.seed, engine.model_config.vocab_size)
     warm_up(engine, workload, **sampling)
     systems = _systems(args, engine, workload, sampling)

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from pagedjax.cli.flags import add_model_flags, add_sampling_flags, engine_config, sampling_fields
 from pagedjax.cli.generate import failure, print_stream
+from pagedjax.cli.loading import llm_class
 from pagedjax.errors import PagedJaxError
 from pagedjax.request import SamplingParams, check_text
 from pagedjax.scalars import shown
@@ -41,9 +42,7 @@ def run(args: argparse.Namespace) -> int:
     params, config = SamplingParams(**sampling_fields(args)), engine_config(args)
     if args.system:
         check_text("system", args.system)
-    from pagedjax.llm import LLM  # loads jax, which --help and a mistyped flag need not wait for
-
-    llm = LLM(args.model, config)
+    llm = llm_class()(args.model, config)
     start = [{"role": "system", "content": args.system}] if args.system else []
     history = list(start)
     typed, all_well = sys.stdin.isatty(), True

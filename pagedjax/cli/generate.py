@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 from tqdm import tqdm
 
 from pagedjax.cli.flags import add_model_flags, add_sampling_flags, engine_config, sampling_fields
+from pagedjax.cli.loading import llm_class
 from pagedjax.cli.logprobs import format_logprobs
 from pagedjax.request import RequestOutput, SamplingParams, check_text
 
@@ -34,9 +35,7 @@ def run(args: argparse.Namespace) -> int:
     params, config = SamplingParams(**sampling_fields(args)), engine_config(args)
     for prompt in args.prompts:
         check_text("prompt", prompt)
-    from pagedjax.llm import LLM  # loads jax, which --help and a mistyped flag need not wait for
-
-    llm = LLM(args.model, config)
+    llm = llm_class()(args.model, config)
     start = time.perf_counter()
     if len(args.prompts) == 1:
         last, interrupted = print_stream(llm.stream(args.prompts[0], params))

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from pagedjax import __version__
 from pagedjax.cli.flags import add_json_flag, add_model_flags, engine_config
+from pagedjax.cli.loading import llm_class
 from pagedjax.config import EngineConfig
 from pagedjax.errors import PagedJaxError
 from pagedjax.tables import format_table, write_json
@@ -28,8 +29,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 def run(args: argparse.Namespace) -> int:
     """Prints one record. What does not depend on the model is printed even when the model cannot be loaded."""
     config = engine_config(args)
-    from pagedjax.llm import LLM  # loads jax, which a mistyped flag need not wait for
-
+    LLM = llm_class()
     row = _software() | _device(config)
     failed: PagedJaxError | None = None
     try:
