@@ -65,6 +65,12 @@ class Config:
         return ring + self.consumers * ROWS * (head_dim + TILE) * 2 + RESERVED
 
 
+def deepest(head_dim: int, consumers: int, partial: bool) -> Config:
+    """The configuration with the most stages that shared memory has room for."""
+    configs = [Config(stages, consumers) for stages in range(1, MAX_STAGES + 1)]
+    return [config for config in configs if config.shared_memory(head_dim, partial) <= SHARED_MEMORY][-1]
+
+
 class Work(NamedTuple):
     """What the tiles of queries are to see.
 
@@ -298,21 +304,22 @@ def full(shape: tuple[int, ...], value: Any, layout: Any) -> Array:
     return plgpu.layout_cast(jnp.full(shape, value, dtype), layout)
 
 
-def multiply(a: Any, b: Any, shape: tuple[int, int]) -> Array:
+def multiply(a: Any, b: Any, shape: tuple[int, ...]) -> Array:
     """A product of two tiles in shared memory."""
 
     def run(accumulator):
         plgpu.wgmma(accumulator, a, b)
         return accumulator[...]
 
-    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef(shape, jnp.float32))
+    return pl.run_scoped(run, plgpu.WGMMAAccumulatorRef((shape[0], shape[1]), jnp.float32))
 
 
 def add_product(c: Array, a: Any, b: Any, interpreted: bool) -> Array:
     """`c` plus a product, without registers for both where that can be said: the interpreter does not know how."""
     if interpreted:
         return c + multiply(a, b, c.shape)
-    return pl.run_state(lambda accumulator: plgpu.wgmma(accumulator, a, b))(plgpu.WGMMAAccumulatorRef.init(c))
+    accumulator: Any = plgpu.WGMMAAccumulatorRef.init(c)
+    return pl.run_state(lambda ref: plgpu.wgmma(ref, a, b))(accumulator)
 
 
 def capped(scores: Array, mask: Mask) -> Array:

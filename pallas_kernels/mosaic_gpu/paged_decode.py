@@ -11,14 +11,14 @@ from jaxtyping import Array, Float, Int
 from pallas_kernels.constants import SPLIT, TILE
 from pallas_kernels.merge import merge_partials
 from pallas_kernels.mosaic_gpu import sources
-from pallas_kernels.mosaic_gpu.attend import Config, Mask, Work, attend
+from pallas_kernels.mosaic_gpu.attend import Config, Mask, Work, attend, deepest
 
 ROW_ALIGNMENT = 8  # rows of a tile of shared memory
 
 
 def default_config(head_dim: int) -> Config:
-    """Two programs on an SM where that leaves two stages at least: their loads and products overlap."""
-    return Config(stages=4 if head_dim <= 64 else 2)
+    """As many stages as fit, to have as many bytes as possible on their way: decoding waits for nothing else."""
+    return deepest(head_dim, consumers=1, partial=True)
 
 
 def paged_decode(
