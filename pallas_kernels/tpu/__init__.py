@@ -11,10 +11,11 @@ except ImportError as missing:
         f"JAX {jax.__version__} has no TPU backend in Pallas; the backends 'xla' and 'reference' need none"
     ) from missing
 
-from pallas_kernels.tpu.blocks import copy_blocks, write_kv
+from pallas_kernels.tpu.copy_blocks import copy_blocks
 from pallas_kernels.tpu.flash_attention import flash_attention
 from pallas_kernels.tpu.limits import unsupported
 from pallas_kernels.tpu.paged_attention import paged_attention
 from pallas_kernels.tpu.paged_decode import paged_decode
+from pallas_kernels.tpu.write_kv import write_kv
 
 __all__ = ["copy_blocks", "flash_attention", "paged_attention", "paged_decode", "unsupported", "write_kv"]

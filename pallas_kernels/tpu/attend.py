@@ -9,6 +9,8 @@ steps at fixed positions, so that neither the block size nor the neighbours chan
 from __future__ import annotations
 
 import functools
+import itertools
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -63,6 +65,8 @@ def attend(
     Row `g * query_tokens + t` of a tile is its query token `t` of the group's head `g`.
     """
     tiles, kv_heads, rows, head_dim = q.shape
+    if kv_heads % config.kv_heads:
+        raise ValueError(f"config has kv_heads {config.kv_heads}; it must divide the {kv_heads} of the pool")
     block_size = k_pool.shape[2]
     heads = config.kv_heads
     scales = () if k_scale is None else (k_scale, v_scale)
@@ -96,7 +100,9 @@ def attend(
         scale=scale,
         sliding_window=sliding_window,
         soft_cap=soft_cap,
-        quantized=bool(scales),
+        num_scales=len(scales),
+        # With few rows a head is little work, and the compiler overlaps those of several; an interpreter does not.
+        unroll=config.query_tokens == 1 and not interpret,
     )
     out, lse = pl.pallas_call(
         body,
@@ -144,20 +150,26 @@ def _kernel(
     scale: float,
     sliding_window: int | None,
     soft_cap: float | None,
-    quantized: bool,
+    num_scales: int,
+    unroll: bool,
 ):
-    scale_pools, refs = (refs[:2], refs[2:]) if quantized else ((), refs)  # [blocks, kv_heads, block_size], in HBM
-    out_ref, lse_ref, k_ref, v_ref, *refs = refs  # [1, heads, rows, head_dim], [1, heads, 1, rows]; the buffers
-    scale_refs, refs = (
-        (refs[:2], refs[2:]) if quantized else ((), refs)
-    )  # [2, kv_tokens/block_size, kv_heads, block_size]
-    arrived, slot_ref, *state = refs  # semaphores[2], i32[1]
+    # Scale pools [blocks, kv_heads, block_size], in HBM; [1, heads, rows, head_dim], [1, heads, 1, rows], the buffers;
+    # theirs for the scales, [2, kv_tokens/block_size, kv_heads, block_size]; semaphores[2], i32[1]; the softmax's.
+    scale_pools, tiles, scale_refs, others, state = _split(refs, num_scales, 4, num_scales, 2, 3)
+    (out_ref, lse_ref, k_ref, v_ref), (arrived, slot_ref) = tiles, others
     softmax = Softmax(*state)  # of [heads, rows]
     heads, rows, step_tokens = config.kv_heads, q_ref.shape[2], config.kv_tokens
     num_items = seq_ref.shape[0]
     head = pl.program_id(0) * heads
     item = pl.program_id(1)
     blocks_per_step = step_tokens // block_size
+
+    def for_each_head(act):
+        def one_head(i, _):
+            act(i)
+            return 0
+
+        lax.fori_loop(0, heads, one_head, 0, unroll=unroll)
 
     def span(item):
         """The tokens that an item's queries see, from a first one to behind a last one."""
@@ -209,8 +221,11 @@ def _kernel(
         """0 x NaN is NaN, so what no query of the item sees must not stay in V."""
         position = step * step_tokens + lax.broadcasted_iota(jnp.int32, (step_tokens, 1), 0)
         keep = (position >= begin) & (position < end)
-        for i in range(heads):
+
+        def zero(i):
             v_ref[slot, i] = jnp.where(keep, v_ref[slot, i].astype(jnp.float32), 0).astype(v_ref.dtype)
+
+        for_each_head(zero)
 
     def attend_head(i, step, slot):
         multiply = functools.partial(product, q_ref.dtype, k_ref.dtype)
@@ -222,13 +237,13 @@ def _kernel(
         if sliding_window is not None:
             seen &= key > query - sliding_window
         scores = multiply(q_ref[0, i], k_ref[slot, i], (1, 1)) * scale
-        if quantized:
+        if num_scales:
             scores = scores * _scales(scale_refs[0], slot, head + i)
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
 
         def weigh(weights):
-            if quantized:
+            if num_scales:
                 weights = jnp.where(seen, weights * _scales(scale_refs[1], slot, head + i), 0)
             return multiply(weights, v_ref[slot, i], (1, 0))
 
@@ -240,7 +255,7 @@ def _kernel(
         pl.when(jnp.logical_not(more))(lambda: fetch_next(1 - slot))
         move(table_ref, item, step, slot, lambda copy: copy.wait())
         pl.when((step * step_tokens < begin) | ((step + 1) * step_tokens > end))(lambda: zero_unseen_values(step, slot))
-        _for_each(heads, lambda i: attend_head(i, step, slot), unroll=config.query_tokens == 1)
+        for_each_head(lambda i: attend_head(i, step, slot))
         return 1 - slot
 
     def finish(i):
@@ -259,12 +274,13 @@ def _kernel(
 
         @pl.when((item + 1 == count_ref[0]) | (tile_ref[jnp.minimum(item + 1, num_items - 1)] != tile))
         def _():
-            _for_each(heads, finish, unroll=config.query_tokens == 1)
+            for_each_head(finish)
 
 
-def _for_each(count: int, act: Any, *, unroll: bool) -> None:
-    """Unrolled where there is little to do for each, so that the compiler overlaps them."""
-    lax.fori_loop(0, count, lambda i, _: (act(i), 0)[1], 0, unroll=unroll)
+def _split(refs: Sequence[Any], *counts: int) -> list[Sequence[Any]]:
+    """The references in groups of so many."""
+    ends = list(itertools.accumulate(counts))
+    return [refs[end - count : end] for count, end in zip(counts, ends, strict=True)]
 
 
 def _scales(ref: Any, slot: Any, head: Any) -> Float[Array, "1 kv_tokens"]:

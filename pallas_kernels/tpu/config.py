@@ -7,6 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
+from jax.experimental.pallas import tpu as pltpu
 
 LANES = 128
 MAX_BLOCK_SIZE = 256  # tokens
@@ -54,7 +55,7 @@ class Config:
 
 
 def default_config(kv_heads: int, group: int, head_dim: int, q_dtype: Any, pool_dtype: Any, *, decode: bool) -> Config:
-    """As many KV heads a program as fit; about 256 rows of queries where there are several query tokens.
+    """As many KV heads a program as fit, but two programs for two cores; about 256 rows of queries if not `decode`.
 
     Args:
         kv_heads: of the pool.
@@ -65,9 +66,17 @@ def default_config(kv_heads: int, group: int, head_dim: int, q_dtype: Any, pool_
         decode: one query token per sequence.
     """
     query_tokens = 1 if decode else max(16, min(128, 1 << (256 // group).bit_length() - 1))
-    for share in range(1, kv_heads + 1):
-        if kv_heads % share == 0:
-            config = Config(kv_heads // share, query_tokens)
-            if config.vmem_bytes(group, head_dim, q_dtype, pool_dtype) <= VMEM_BYTES:
-                return config
-    return Config(1, query_tokens)
+    configs = [Config(kv_heads // share, query_tokens) for share in range(1, kv_heads + 1) if kv_heads % share == 0]
+    for config in configs:
+        cores_used = kv_heads // config.kv_heads >= _cores() or config is configs[-1]
+        if cores_used and config.vmem_bytes(group, head_dim, q_dtype, pool_dtype) <= VMEM_BYTES:
+            return config
+    return configs[-1]
+
+
+def _cores() -> int:
+    """Cores that share the work of one device: two on v4 and v5p."""
+    try:
+        return pltpu.get_tpu_info().num_cores
+    except ValueError:  # no TPU: the kernel is interpreted
+        return 1

@@ -14,6 +14,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.config import LANES, Config, default_config
 from pallas_kernels.tpu.softmax import Softmax, product
+from pallas_kernels.tuning import tuned
 
 KV_TOKENS = 512  # a grid step costs as much as a few hundred tokens
 
@@ -36,7 +37,13 @@ def flash_attention(
     kv_len, kv_heads = k.shape[1:3]
     group = heads // kv_heads
     width = pl.cdiv(head_dim, LANES) * LANES
+    config = config or tuned(Config, "tpu", "flash_attention", q, k)
     config = config or _default_config(group, width, q.dtype, k.dtype)
+    if config.kv_heads != 1 or config.query_tokens == 1:
+        raise ValueError(
+            f"config has kv_heads {config.kv_heads} and query_tokens {config.query_tokens}; flash_attention takes one "
+            "KV head at a time, and 16 or more query tokens"
+        )
     q_tiles, kv_tiles = pl.cdiv(q_len, config.query_tokens), pl.cdiv(kv_len, config.kv_tokens)
     kv_lens = jnp.full(batch, kv_len, jnp.int32) if kv_lens is None else jnp.minimum(kv_lens, kv_len)
 

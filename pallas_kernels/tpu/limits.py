@@ -22,7 +22,7 @@ def unsupported(op: str, *arrays: Array) -> str | None:
 
 
 def _unsupported_pool(k_pool: Array) -> str | None:
-    _, kv_heads, block_size, stored_dim = k_pool.shape
+    _, _, block_size, stored_dim = k_pool.shape
     if stored_dim % LANES:
         return (
             f"k_pool has rows of {stored_dim} numbers; the tpu kernels need a multiple of {LANES} (stored_dim), "
@@ -30,15 +30,9 @@ def _unsupported_pool(k_pool: Array) -> str | None:
         )
     if not MIN_BLOCK_SIZE <= block_size <= MAX_BLOCK_SIZE:
         return f"k_pool has block_size {block_size}; the tpu kernels take {MIN_BLOCK_SIZE} to {MAX_BLOCK_SIZE}"
-    if str(k_pool.dtype) in QUANTIZED:
-        if block_size % LANES:
-            return (
-                f"k_pool is {k_pool.dtype} with block_size {block_size}; the tpu kernels need a multiple of {LANES} "
-                "there, or XLA copies all scales around each call"
-            )
-        if kv_heads not in (1, 2, 4) and kv_heads % 8:
-            return (
-                f"k_pool is {k_pool.dtype} with {kv_heads} KV heads; the tpu kernels need 1, 2, 4 or a multiple of 8 "
-                "there, or XLA copies all scales around each call"
-            )
+    if str(k_pool.dtype) in QUANTIZED and block_size % LANES:
+        return (
+            f"k_pool is {k_pool.dtype} with block_size {block_size}; the tpu kernels need a multiple of {LANES} "
+            "there, or XLA copies all scales around each call"
+        )
     return None

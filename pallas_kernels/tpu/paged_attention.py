@@ -17,6 +17,7 @@ from pallas_kernels.ragged import decode_singles
 from pallas_kernels.tpu.attend import Items, attend
 from pallas_kernels.tpu.config import Config, default_config
 from pallas_kernels.tpu.paged_decode import paged_decode
+from pallas_kernels.tuning import tuned
 
 MIN_QUERIES = 2  # fewer query tokens are a decode
 
@@ -37,11 +38,14 @@ def paged_attention(
     num_tokens, heads, head_dim = q.shape
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
+    config = config or tuned(Config, "tpu", "paged_attention", q, k_pool)
+    config = config or default_config(kv_heads, group, head_dim, q.dtype, k_pool.dtype, decode=False)
+    if config.query_tokens == 1:
+        raise ValueError("config has query_tokens 1; paged_attention takes 16 or more")
     decode = functools.partial(paged_decode, interpret=interpret, **options)
     out, lse = decode_singles(decode, q, k_pool, v_pool, block_tables, seq_lens, query_start_loc)
     if num_tokens < MIN_QUERIES:
         return out, lse
-    config = config or default_config(kv_heads, group, head_dim, q.dtype, k_pool.dtype, decode=False)
     tiled, lse_tiled = attend(
         _pack(q, kv_heads, config.query_tokens),
         k_pool,

@@ -9,6 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.attend import Items, attend
 from pallas_kernels.tpu.config import Config, default_config
+from pallas_kernels.tuning import tuned
 
 
 def paged_decode(
@@ -33,7 +34,10 @@ def paged_decode(
     seqs, heads, head_dim = q.shape
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
+    config = config or tuned(Config, "tpu", "paged_decode", q, k_pool)
     config = config or default_config(kv_heads, group, head_dim, q.dtype, k_pool.dtype, decode=True)
+    if config.query_tokens != 1:
+        raise ValueError(f"config has query_tokens {config.query_tokens}; paged_decode takes 1")
     rows = config.rows(group, q.dtype)
     packed = q.reshape(seqs, kv_heads, group, head_dim)
     packed = jnp.pad(packed, ((0, 0), (0, 0), (0, rows - group), (0, 0)))
