@@ -26,7 +26,7 @@ from pallas_kernels import tuning
 from pallas_kernels.bench import problems
 from pallas_kernels.bench.arguments import Parser, names, writable_argument
 from pallas_kernels.bench.cases import MODELS, Case, model_case
-from pallas_kernels.bench.records import format_table, provenance, write_json
+from pallas_kernels.bench.records import first_line, format_table, provenance, write_json
 from pallas_kernels.bench.timing import Call, alternate
 from pallas_kernels.chips import CHIPS, Chip, chip_here
 from pallas_kernels.dispatch import PALLAS, choose, load
@@ -81,7 +81,7 @@ def best(call: Callable[[Any], Call], configs: Sequence[Any], rounds: int = ROUN
         try:
             off = difference(jax.device_get(call(config)()), right)
         except Exception as error:  # too much shared memory, say
-            print(f"{config}: {str(error).splitlines()[0] if str(error) else error!r}", file=sys.stderr)
+            print(f"{config}: {first_line(error)}", file=sys.stderr)
             continue
         if off > TOLERANCE:
             print(f"{config}: its result is {off:.2g} off the default's", file=sys.stderr)

@@ -17,6 +17,7 @@ from typing import Any
 from pallas_kernels.aot import child, llo, ptx, traffic
 from pallas_kernels.bench import problems
 from pallas_kernels.bench.cases import Case, model_case
+from pallas_kernels.bench.records import first_line
 from pallas_kernels.chips import Chip
 from pallas_kernels.dispatch import PALLAS, load, resolve_backend
 
@@ -159,7 +160,7 @@ def _compile(chip: Chip, backend: str, case: Case, folder: Path) -> dict[str, An
         return {"verdict": f"crashed: {death(done.returncode)}", "error": done.stderr[-4000:]}
     answer = json.loads((folder / "answer.json").read_text())
     if answer["verdict"] != "ok":
-        return {"verdict": f"failed: {first_line(answer['error'])}", "error": answer["error"]}
+        return {"verdict": f"failed: {first_line(answer['error'])[:100]}", "error": answer["error"]}
     hlo = (folder / "module.txt").read_text()
     try:
         figures = (
@@ -171,11 +172,6 @@ def _compile(chip: Chip, backend: str, case: Case, folder: Path) -> dict[str, An
         return {"verdict": f"failed: {error}"}
     merges = any("merge" in kernel["name"] for kernel in figures.get("kernels", ()))
     return {"verdict": "ok", "config": answer["config"]} | figures | memory_figures(chip, case, answer, merges)
-
-
-def first_line(text: str) -> str:
-    """Of what a compiler says, as much as a table takes."""
-    return next(filter(None, map(str.strip, text.splitlines())), "")[:100]
 
 
 def death(status: int) -> str:

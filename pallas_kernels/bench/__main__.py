@@ -21,7 +21,7 @@ import jax
 from pallas_kernels.bench import ceilings, problems
 from pallas_kernels.bench.arguments import Parser, names, writable_argument
 from pallas_kernels.bench.cases import ATTENTION, MODELS, OPS, POOL_DTYPES, Case
-from pallas_kernels.bench.records import format_table, provenance, write_json
+from pallas_kernels.bench.records import first_line, format_table, provenance, write_json
 from pallas_kernels.bench.timing import alternate, paired_ratio
 from pallas_kernels.dispatch import choose
 
@@ -110,7 +110,7 @@ def measure(model: str, case: Case, limits: Mapping[str, float], rounds: int) ->
             jax.block_until_ready(call())
             calls[name] = call
         except Exception as error:  # a rival that this chip or JAX has not; ours says so in its row too
-            print(f"{case.op} {name}: {str(error).splitlines()[0] if str(error) else error!r}", file=sys.stderr)
+            print(f"{case.op} {name}: {first_line(error)}", file=sys.stderr)
     if "ours" not in calls:
         return row
     samples = alternate(calls, rounds)

@@ -43,9 +43,7 @@ def internal_arguments(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arrays for the internal contract of a backend's op, positional and by name; all sequences are of full length."""
     shapes, named_shapes = case.arguments()
     pools = random_pools(case)
-    q = _queries(case)
-    q = jnp.pad(q, ((0, 0), (0, 0), (0, case.stored_dim - case.head_dim)))
-    lens = jnp.full(case.seqs, case.context, jnp.int32)
+    q, lens = _queries(case), jnp.full(case.seqs, case.context, jnp.int32)
     if case.op == "flash_attention":
         k, v = (jax.random.normal(jax.random.key(i), shapes[1].shape, shapes[1].dtype) for i in range(2))
         return (q.reshape(shapes[0].shape), k, v, lens), {}
@@ -54,6 +52,7 @@ def internal_arguments(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
         return (new, pools, _slots(case)), {}
     if case.op == "copy_blocks":
         return (pools, *_two_sets(case)), {}
+    q = jnp.pad(q, ((0, 0), (0, 0), (0, case.stored_dim - case.head_dim)))
     starts = jnp.arange(case.seqs + 1, dtype=jnp.int32) * case.queries
     batch = (random_table(case), lens) if case.op == "paged_decode" else (random_table(case), lens, starts)
     return (q, *pools[:2], *batch), dict(zip(named_shapes, pools[2:], strict=True))

@@ -40,6 +40,11 @@ def _cell(value: Any) -> str:
     return f"{value:,}" if isinstance(value, int) else str(value)
 
 
+def first_line(words: object) -> str:
+    """Of what an error or a compiler says, the first line that is not empty; the error's kind if it says nothing."""
+    return next(filter(None, map(str.strip, str(words).splitlines())), repr(words))
+
+
 def writable(path: str) -> Path:
     """`path`, where a file can be made, found out by making one beside it.
 

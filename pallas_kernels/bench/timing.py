@@ -5,10 +5,11 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
-Call = Callable[[], object]  # starts the work and returns its results, which may not be there yet
+Call = Callable[[], Any]  # starts the work and returns its results, which may not be there yet
 
 SAMPLE_SECONDS = 0.01  # a sample lasts at least this long, so that starting the work is not what is measured
 MAX_CALLS = 200
