@@ -25,9 +25,10 @@ from pallas_kernels.triton.tiles import (
     load_rows,
     padded_width,
     plgpu,
+    product_dtype,
     store_rows,
 )
-from pallas_kernels.triton.tuning import check_launch, check_power_of_two
+from pallas_kernels.triton.tuning import check_launch, check_power_of_two, pipeline_stages
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +51,13 @@ class Config:
 
 
 def default_config(q: Array, k: Array) -> Config:
-    """For these arrays, within the shared memory of every chip that there is a kernel for."""
-    return Config(rows=64, num_warps=4, num_stages=2)
+    """For these arrays: the most rows that leave the registers for them, and no more shared memory than there is."""
+    width = padded_width(q.shape[-1])
+    if product_dtype(q, k) == jnp.float32:
+        rows = 32 if width <= 128 else 16
+    else:
+        rows = min(128, (128 if k.dtype.itemsize > 1 else 64) * 128 // width)
+    return Config(rows, num_warps=8, num_stages=pipeline_stages(width * k.dtype.itemsize))
 
 
 def paged_attention(

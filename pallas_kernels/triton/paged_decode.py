@@ -29,7 +29,7 @@ from pallas_kernels.triton.tiles import (
     product_dtype,
     store_rows,
 )
-from pallas_kernels.triton.tuning import check_launch
+from pallas_kernels.triton.tuning import check_launch, pipeline_stages
 
 MERGED = 16  # splits that the merging kernel takes at a time
 
@@ -51,9 +51,10 @@ class Config:
 
 
 def default_config(q: Array, k_pool: Array) -> Config:
-    """For these arrays, within the shared memory of every chip that there is a kernel for."""
-    row_bytes = padded_width(q.shape[-1]) * product_dtype(q, k_pool).itemsize
-    return Config(num_warps=4 if row_bytes <= 256 else 8, num_stages=2)
+    """For these arrays: no more than the registers and the shared memory that there are."""
+    width = padded_width(q.shape[-1])
+    product_bytes = width * product_dtype(q, k_pool).itemsize
+    return Config(num_warps=4 if product_bytes <= 256 else 8, num_stages=pipeline_stages(width * k_pool.dtype.itemsize))
 
 
 def paged_decode(

@@ -1,7 +1,7 @@
 """What the attention kernels on Pallas' Triton backend share: reading tiles, products, and the online softmax.
 
 The KV axis is walked in tiles of 64 tokens at fixed positions. Products are taken in the wider of the dtypes of query
-and pool, float32 ones in full (no TF32), and a softmax in progress is three float32 arrays.
+and pool, float32 ones to their last bits (no TF32), and the softmax is float32.
 """
 
 from __future__ import annotations
@@ -32,14 +32,8 @@ Ref = Any  # a whole array in the memory of the GPU
 
 
 def product_dtype(q: Array, k: Array) -> Any:
-    """What products of these two, and of weights and V, are taken in.
-
-    A quantised pool under a float16 query is multiplied in bfloat16, as V's scales and with them the weights may be
-    smaller than float16 can hold.
-    """
-    if str(k.dtype) not in QUANTIZED:
-        return jnp.promote_types(q.dtype, k.dtype)
-    return jnp.dtype(jnp.float32 if q.dtype == jnp.float32 else jnp.bfloat16)
+    """What products of these two, and of weights and V, are taken in; quantised numbers fit any."""
+    return q.dtype if str(k.dtype) in QUANTIZED else jnp.promote_types(q.dtype, k.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,10 +50,34 @@ class Math:
         return cls(scale, soft_cap, product_dtype(q, k))
 
     def dot(self, a: Num[Array, "m k"], b: Num[Array, "k n"]) -> Float[Array, "m n"]:
-        precision = lax.Precision.HIGHEST if self.dtype == jnp.float32 else None
-        return jnp.dot(
-            a.astype(self.dtype), b.astype(self.dtype), precision=precision, preferred_element_type=jnp.float32
-        )
+        """Their product, accumulated in float32.
+
+        Tensor cores have no float32 product. Numbers of 24 bits are the sum of three bfloat16 ones, so six products of
+        parts give one of theirs but for 2**-24 of it: what JAX's precision HIGHEST means on a TPU.
+        """
+        if self.dtype != jnp.float32:
+            return _dot(a.astype(self.dtype), b.astype(self.dtype))
+        out = jnp.zeros((a.shape[0], b.shape[1]), jnp.float32)
+        pairs = [(i, j, x, y) for i, x in enumerate(_parts(a)) for j, y in enumerate(_parts(b)) if i + j <= 2]
+        for _, _, x, y in sorted(pairs, key=lambda pair: -pair[0] - pair[1]):  # the smallest first
+            out = out + _dot(x, y)
+        return out
+
+
+def _dot(a: Num[Array, "m k"], b: Num[Array, "k n"]) -> Float[Array, "m n"]:
+    return jnp.dot(a, b, preferred_element_type=jnp.float32)
+
+
+def _parts(x: Num[Array, "m n"]) -> list[Num[Array, "m n"]]:
+    """bfloat16 arrays whose sum is `x`, the largest first: three of float32, two of float16, else one."""
+    parts = []
+    for _ in range({"float32": 2, "float16": 1}.get(str(x.dtype), 0)):
+        # Rounded by its bits, as XLA in interpret mode would take a conversion there and back for nothing at all.
+        bits = lax.bitcast_convert_type(x.astype(jnp.float32), jnp.int32)
+        part = lax.bitcast_convert_type((bits + 0x8000) & -0x10000, jnp.float32)
+        parts.append(part.astype(jnp.bfloat16))
+        x = x.astype(jnp.float32) - part
+    return [*parts, x.astype(jnp.bfloat16)]
 
 
 class Softmax(NamedTuple):
@@ -109,9 +127,12 @@ def attend(
         weights = jnp.where(keep, weights, 0)
     decay = jnp.exp2(state.top - top)
     total = state.total * decay + weights.sum(axis=-1)
-    if kv.v_scale is not None:
-        weights = weights * kv.v_scale[None]
-    return Softmax(state.out * decay[:, None] + how.dot(weights, kv.v), top, total)
+    if kv.v_scale is None:
+        return Softmax(state.out * decay[:, None] + how.dot(weights, kv.v), top, total)
+    # Scales may be smaller than float16 can hold; the largest one is taken out.
+    largest = kv.v_scale.max()
+    weights = weights * (kv.v_scale / jnp.where(largest == 0, 1, largest))[None]
+    return Softmax(state.out * decay[:, None] + how.dot(weights, kv.v) * largest, top, total)
 
 
 def row_index(width: int, *rows: Any) -> tuple[Array, ...]:
@@ -233,7 +254,7 @@ class Sight(NamedTuple):
 
         first, last = self.begin // TILE, pl.cdiv(self.end, TILE)
         state = Softmax.start(*q.shape)
-        if how.dtype == jnp.float32:  # a second loop would cost more registers than there are
+        if how.dtype == jnp.float32:  # a second loop would cost more registers than it saves
             return for_tiles(first, last, state, masked)
         whole_first = jnp.clip(pl.cdiv(jnp.maximum(self.whole_begin, 0), TILE), first, last)
         whole_last = jnp.clip(self.whole_end // TILE, whole_first, last)
