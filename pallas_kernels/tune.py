@@ -40,6 +40,7 @@ VALUES: dict[str, tuple[int, ...]] = {
     "query_tokens": (1, 16, 32, 64, 128),
     "rows": (4, 16, 32, 64, 128, 256),
     "chunk": (2048, 4096, 8192, 16384, 32768),
+    "in_flight": (4, 8, 16, 32),
     "kv_heads": (1, 2, 3, 4, 8),
 }
 ROUNDS = 15

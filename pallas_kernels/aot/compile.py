@@ -134,7 +134,7 @@ def environment(folder: Path) -> dict[str, str]:
         "JAX_PLATFORMS": "cpu",  # or topologies are "not implemented"
         "JAX_ENABLE_COMPILATION_CACHE": "false",  # what comes out of a cache dumps nothing
         "PYTHONPATH": os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH")))),
-        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_emitter_re=.*",
+        "XLA_FLAGS": f"--xla_dump_to={folder} --xla_dump_emitter_re=ptx",
         "MOSAIC_GPU_DUMP_TO": str(folder),
         "MOSAIC_GPU_DUMP_PTX": "1",
         "MOSAIC_GPU_DUMP_PTXAS": "1",
@@ -142,6 +142,7 @@ def environment(folder: Path) -> dict[str, str]:
         f"--xla_jf_dump_llo_pass_label_regex={llo.DUMPED_PASSES}",
         "TPU_SKIP_MDS_QUERY": "1",  # no search for the TPU machine's metadata on the network
         "ALLOW_MULTIPLE_LIBTPU_LOAD": "1",
+        "LLVM_DISABLE_SYMBOLIZATION": "1",  # of a crashed compiler: minutes, and nobody reads its stack
     }
     return os.environ | own
 
