@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from jaxtyping import Array
 
+from pallas_kernels.constants import QUANTIZED
 from pallas_kernels.mosaic_gpu.blocks import ALIGNMENT, box, copy_blocks, write_kv
 from pallas_kernels.mosaic_gpu.paged_decode import paged_decode
 from pallas_kernels.mosaic_gpu.prefill import flash_attention, paged_attention
@@ -27,12 +28,18 @@ def unsupported(op: str, *arrays: Array) -> str | None:
     kv_heads = keys.shape[2] if op == "flash_attention" else keys.shape[1]
     if op != "flash_attention" and keys.shape[2] < MIN_BLOCK_SIZE:
         return f"k_pool has block_size {keys.shape[2]}; the mosaic_gpu kernels take {MIN_BLOCK_SIZE} or more"
-    if q.dtype != keys.dtype or str(q.dtype) not in DTYPES:
+    if str(q.dtype) not in DTYPES or str(keys.dtype) not in (str(q.dtype), *QUANTIZED):
+        both, or_else = " or both as ".join(DTYPES), " or ".join(QUANTIZED)
         return (
-            f"q is {q.dtype} and {name} {keys.dtype}; the mosaic_gpu kernels take both as {' or both as '.join(DTYPES)}"
+            f"q is {q.dtype} and {name} {keys.dtype}; the mosaic_gpu kernels take both as {both}, or such a q and a "
+            f"k_pool of {or_else}"
         )
-    if keys.shape[-1] % 16 or keys.shape[-1] > MAX_HEAD_DIM:
-        return f"head_dim is {keys.shape[-1]}; the mosaic_gpu kernels take multiples of 16 up to {MAX_HEAD_DIM}"
+    multiple = 32 if str(keys.dtype) in QUANTIZED else 16
+    if keys.shape[-1] % multiple or keys.shape[-1] > MAX_HEAD_DIM:
+        return (
+            f"head_dim is {keys.shape[-1]}; the mosaic_gpu kernels take multiples of {multiple} up to {MAX_HEAD_DIM} "
+            f"for {keys.dtype}"
+        )
     if (group := q.shape[-2] // kv_heads) > MAX_GROUP:
         return f"q has {group} heads for each KV head; the mosaic_gpu kernels take at most {MAX_GROUP}"
     return None

@@ -57,18 +57,21 @@ class Config:
             if not 1 <= value <= limit:
                 raise ValueError(f"{name} is {value}; it must be from 1 to {limit}")
 
-    def shared_memory(self, head_dim: int, partial: bool) -> int:
-        """Bytes of shared memory that a program of 16-bit numbers takes."""
-        ring = 2 * self.stages * TILE * head_dim * 2
+    def shared_memory(self, head_dim: int, itemsize: int, partial: bool) -> int:
+        """Bytes of shared memory that a program takes for K and V of `itemsize` bytes a number."""
+        ring = 2 * self.stages * TILE * head_dim * itemsize
         if partial:
             ring = max(ring, ROWS * head_dim * 4)
+        if itemsize == 1:
+            ring += 2 * TILE * head_dim * 2 + 2 * self.stages * TILE * 4
         return ring + self.consumers * ROWS * (head_dim + TILE) * 2 + RESERVED
 
 
-def deepest(head_dim: int, consumers: int, partial: bool) -> Config:
+def deepest(head_dim: int, itemsize: int, consumers: int, partial: bool) -> Config:
     """The configuration with the most stages that shared memory has room for."""
+    consumers = consumers if itemsize > 1 else 1  # tiles of K and V are widened by the warpgroup that needs them
     configs = [Config(stages, consumers) for stages in range(1, MAX_STAGES + 1)]
-    return [config for config in configs if config.shared_memory(head_dim, partial) <= SHARED_MEMORY][-1]
+    return [config for config in configs if config.shared_memory(head_dim, itemsize, partial) <= SHARED_MEMORY][-1]
 
 
 class Work(NamedTuple):
@@ -113,6 +116,7 @@ def attend(
     k: Array,
     v: Array,
     arrays: tuple[Array, ...],
+    scales: tuple[Array, ...],
     work: Work,
     *,
     source: Source,
@@ -128,6 +132,7 @@ def attend(
         k: as `source` wants it.
         v: as `k`.
         arrays: what else `source` reads.
+        scales: of K and of V, float32 [seqs, kv_heads, positions], if their numbers are of 8 bits; else none.
         split: how many splits of the KV axis, of how many tiles each; None for one over all of it.
 
     Returns:
@@ -138,6 +143,8 @@ def attend(
     items, kv_heads, rows, head_dim = q.shape
     dtype = q.dtype
     consumers, stages = config.consumers, config.stages
+    if scales and consumers > 1:
+        raise ValueError(f"consumers is {consumers}; it must be 1 for a pool of {k.dtype}")
     splits, tiles_per_split = split or (1, 0)
     rows_each = min(rows, ROWS)
     lead = (splits,) if split else ()
@@ -146,11 +153,13 @@ def attend(
         jax.ShapeDtypeStruct((*lead, items, kv_heads, rows), jnp.float32),
     )
 
-    def body(*refs):
-        q_ref, k_ref, v_ref, *source_refs = refs[: 3 + len(arrays)]
-        seq_ref, first_ref, end_ref, out_ref, lse_ref, *scratch = refs[3 + len(arrays) :]
-        ring, q_smem, p_smem, lse_smem, q_ready, k_ready, v_ready, k_free, v_free, v_clean = scratch
+    def body(*refs: Any):
+        q_ref, k_ref, v_ref, seq_ref, first_ref, end_ref, *others = refs
+        source_refs, scale_refs = others[: len(arrays)], others[len(arrays) : len(arrays) + len(scales)]
+        out_ref, lse_ref, ring, q_smem, p_smem, lse_smem, barriers, *others = others[len(arrays) + len(scales) :]
         (k_smem, v_smem), o_smem = ring if split else (ring, q_smem)
+        q_ready, k_ready, v_ready, k_free, v_free, v_clean = barriers
+        scale_smems, wide_smems = others or ([], [])
         head, part, item = lax.axis_index("head"), lax.axis_index("split"), lax.axis_index("item")
         warpgroup = lax.axis_index("warpgroup")
         first_position, end = first_ref[item], end_ref[item]
@@ -169,7 +178,7 @@ def attend(
 
         @pl.when(warpgroup == consumers)
         def _produce():
-            plgpu.set_max_registers(24, action="decrease")
+            plgpu.set_max_registers(40 if consumers == 1 else 24, action="decrease")
             copy = source.fetch((k_ref, v_ref), source_refs, seq_ref[item], head, begin, end)
             rings = ((k_smem, k_ready, k_free), (v_smem, v_ready, v_free))
 
@@ -180,6 +189,9 @@ def attend(
                 for which, (smem, ready, free) in enumerate(rings):
                     pl.when(step >= stages)(lambda free=free: plgpu.barrier_wait(free.at[stage]))
                     put(which, smem.at[stage], ready.at[stage])
+                    if scales:
+                        some = scale_refs[which].at[seq_ref[item], head, pl.ds((first + step) * TILE, TILE)]
+                        plgpu.copy_gmem_to_smem(some, scale_smems[which].at[stage], ready.at[stage])
 
             @pl.loop(jnp.maximum(steps - stages, 0), steps)
             def _(step):
@@ -211,7 +223,14 @@ def attend(
                     out, top, total = carry
                     stage, position = stage_of(step), (first + step) * TILE
                     plgpu.barrier_wait(k_ready.at[stage])
-                    scores = multiply(my_q, k_smem.at[stage].transpose((1, 0)), (ROWS, TILE))
+                    keys = k_smem.at[stage]
+                    if scales:
+                        widen(keys, wide_smems[0])
+                        keys = wide_smems[0]
+                    scores = multiply(my_q, keys.transpose((1, 0)), (ROWS, TILE))
+                    if scales:
+                        scale = load(scale_smems[0].at[stage], WGMMA.reduce(0))
+                        scores *= lax.broadcast_in_dim(scale, scores.shape, [1])
                     plgpu.barrier_arrive(k_free.at[stage])
                     seen = visible(position, stop, mask)
                     scores = jnp.where(seen, capped(scores, mask), MASKED)
@@ -223,10 +242,16 @@ def attend(
                     my_p[...] = weights.astype(dtype)
                     plgpu.commit_smem()
                     plgpu.barrier_wait(v_ready.at[stage])
-                    partly = (position < begin) | (position + TILE > end)
-                    clean(v_smem.at[stage], partly, begin - position, end - position, v_clean)
+                    values = v_smem.at[stage]
+                    if scales:
+                        scale = load(scale_smems[1].at[stage], WGMMA.reduce(1))
+                        widen(values, wide_smems[1], scale, begin - position, end - position)
+                        values = wide_smems[1]
+                    else:
+                        partly = (position < begin) | (position + TILE > end)
+                        clean(values, partly, begin - position, end - position, v_clean)
                     out *= lax.broadcast_in_dim(decay, out.shape, [0])
-                    out = add_product(out, my_p, v_smem.at[stage], bool(interpret))
+                    out = add_product(out, my_p, values, bool(interpret))
                     plgpu.barrier_arrive(v_free.at[stage])
                     return out, new_top, total
 
@@ -245,26 +270,26 @@ def attend(
             plgpu.wait_smem_to_gmem(0)
 
     tiled = transforms(head_dim, 2)
-    ring = tuple(plgpu.SMEM((stages, TILE, head_dim), dtype, transforms=tiled) for _ in "kv")
+    narrow = transforms(head_dim, k.dtype.itemsize)
+    ring = tuple(plgpu.SMEM((stages, TILE, head_dim), k.dtype, transforms=narrow) for _ in "kv")
     if split:
         ring = plgpu.RefUnion(ring, plgpu.SMEM((ROWS, head_dim), jnp.float32, transforms=transforms(head_dim, 4)))
-    full_barrier = plgpu.Barrier(num_barriers=stages, num_arrivals=source.arrivals)
-    free_barrier = plgpu.Barrier(num_barriers=stages, num_arrivals=consumers)
+    ready = plgpu.Barrier(num_barriers=stages, num_arrivals=source.arrivals + bool(scales))
+    free = plgpu.Barrier(num_barriers=stages, num_arrivals=consumers)
+    scratch: list[Any] = [
+        ring,
+        plgpu.SMEM((consumers, ROWS, head_dim), dtype, transforms=tiled),
+        plgpu.SMEM((consumers, ROWS, TILE), dtype, transforms=tiled),
+        plgpu.SMEM((consumers, ROWS), jnp.float32),
+        (plgpu.Barrier(num_barriers=consumers), ready, ready, free, free, plgpu.Barrier(num_arrivals=consumers)),
+    ]
+    if scales:
+        scratch.append([plgpu.SMEM((stages, TILE), jnp.float32) for _ in "kv"])
+        scratch.append([plgpu.SMEM((TILE, head_dim), dtype, transforms=tiled) for _ in "kv"])
     run = plgpu.kernel(
         body,
         out_type=out_type,
-        scratch_types=(
-            ring,
-            plgpu.SMEM((consumers, ROWS, head_dim), dtype, transforms=tiled),
-            plgpu.SMEM((consumers, ROWS, TILE), dtype, transforms=tiled),
-            plgpu.SMEM((consumers, ROWS), jnp.float32),
-            plgpu.Barrier(num_barriers=consumers),
-            full_barrier,
-            full_barrier,
-            free_barrier,
-            free_barrier,
-            plgpu.Barrier(num_arrivals=consumers),
-        ),
+        scratch_types=scratch,
         grid=(kv_heads, splits, items),
         grid_names=("head", "split", "item"),
         num_threads=consumers + 1,
@@ -272,7 +297,7 @@ def attend(
         compiler_params=plgpu.CompilerParams(approx_math=True, lowering_semantics=plgpu.LoweringSemantics.Lane),
         **({"interpret": interpreter(interpret)} if interpret else {}),
     )
-    return run(q, k, v, *arrays, work.seq, work.first_position, work.end)
+    return run(q, k, v, work.seq, work.first_position, work.end, *arrays, *scales)
 
 
 def swizzle(columns: int, itemsize: int) -> int:
@@ -281,9 +306,9 @@ def swizzle(columns: int, itemsize: int) -> int:
 
 
 def transforms(columns: int, itemsize: int) -> tuple[Any, ...]:
-    """How a tile lies in shared memory."""
-    run = swizzle(columns, itemsize)
-    return plgpu.TilingTransform((8, run // itemsize)), plgpu.SwizzleTransform(run)
+    """How a tile lies in shared memory; one of 8-bit numbers in runs of as many columns as one of 16-bit numbers."""
+    run = swizzle(columns, max(itemsize, 2)) // max(itemsize, 2)
+    return plgpu.TilingTransform((8, run)), plgpu.SwizzleTransform(run * itemsize)
 
 
 def interpreter(interpret: Any) -> Any:
@@ -359,3 +384,28 @@ def clean(values: Any, partly: Array, begin: Array, end: Array, barrier: Any) ->
 
         plgpu.barrier_arrive(barrier)
         plgpu.barrier_wait(barrier)
+
+
+def widen(narrow: Any, wide: Any, scale: Any = None, begin: Any = None, end: Any = None) -> None:
+    """A tile of 8-bit numbers as 16-bit ones; for V, times a scale for each row, and rows nobody sees as zeros."""
+    dtype = wide.dtype
+    width = swizzle(wide.shape[1], 2) // 2
+    shape = (TILE, width)
+    row = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=WGMMA)
+    for at in range(0, wide.shape[1], width):
+        some = load(narrow.at[:, pl.ds(at, width)], plgpu.Layout.WGMMA_UPCAST_2X)
+        some = some.astype(dtype if some.dtype == jnp.int8 else jnp.float16)  # both hold all its numbers
+        some = plgpu.layout_cast(some, WGMMA)
+        if scale is not None:
+            some = some.astype(jnp.float32) * lax.broadcast_in_dim(scale, shape, [0])
+            some = jnp.where((row >= begin) & (row < end), some, 0.0)
+        if some.dtype != dtype:
+            some = some.astype(jnp.float32).astype(dtype)
+        wide[:, pl.ds(at, width)] = some
+    plgpu.commit_smem()
+
+
+def load(ref: Any, layout: Any) -> Array:
+    """What `ref` holds, in registers, however its layout there fits that in shared memory."""
+    whole: Any = () if jax.__version_info__ >= (0, 11) else ((),)
+    return plgpu.load(ref, *whole, layout=layout, optimized=False)

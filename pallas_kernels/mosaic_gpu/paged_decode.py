@@ -16,9 +16,9 @@ from pallas_kernels.mosaic_gpu.attend import Config, Mask, Work, attend, deepest
 ROW_ALIGNMENT = 8  # rows of a tile of shared memory
 
 
-def default_config(head_dim: int) -> Config:
+def default_config(head_dim: int, itemsize: int) -> Config:
     """As many stages as fit, to have as many bytes as possible on their way: decoding waits for nothing else."""
-    return deepest(head_dim, consumers=1, partial=True)
+    return deepest(head_dim, itemsize, consumers=1, partial=True)
 
 
 def paged_decode(
@@ -48,10 +48,11 @@ def paged_decode(
         k_pool,
         v_pool,
         (block_tables,),
+        sources.gathered(k_scale, block_tables) + sources.gathered(v_scale, block_tables),
         Work(jnp.arange(seqs, dtype=jnp.int32), seq_lens - 1, seq_lens, tokens=1),
         source=sources.paged(block_size),
         mask=Mask(scale, sliding_window=sliding_window, soft_cap=soft_cap),
-        config=config or default_config(head_dim),
+        config=config or default_config(head_dim, k_pool.dtype.itemsize),
         split=(splits, SPLIT // TILE),
         interpret=interpret,
     )

@@ -15,9 +15,10 @@ from pallas_kernels.mosaic_gpu.paged_decode import paged_decode
 from pallas_kernels.ragged import QueryTiles, decode_singles
 
 
-def default_config(query_rows: int, head_dim: int) -> Config:
+def default_config(query_rows: int, head_dim: int, itemsize: int) -> Config:
     """One consumer if that holds all query rows of a KV head, and as many stages as fit."""
-    return deepest(head_dim, consumers=max(1, min(MAX_CONSUMERS, pl.cdiv(query_rows, ROWS))), partial=False)
+    consumers = max(1, min(MAX_CONSUMERS, pl.cdiv(query_rows, ROWS)))
+    return deepest(head_dim, itemsize, consumers, partial=False)
 
 
 def paged_attention(
@@ -41,9 +42,9 @@ def paged_attention(
     _, kv_heads, block_size, _ = k_pool.shape
     group = heads // kv_heads
     options = {"scale": scale, "sliding_window": sliding_window, "soft_cap": soft_cap}
-    decode = functools.partial(paged_decode, **options, interpret=interpret)
+    decode = functools.partial(paged_decode, **options, k_scale=k_scale, v_scale=v_scale, interpret=interpret)
     out, lse = decode_singles(decode, q, k_pool, v_pool, block_tables, seq_lens, query_start_loc)
-    config = config or default_config(num_tokens * group, head_dim)
+    config = config or default_config(num_tokens * group, head_dim, k_pool.dtype.itemsize)
     rows = config.consumers * ROWS
     tiles = QueryTiles.plan(seq_lens, query_start_loc, num_tokens, rows // group)
     if not len(tiles.seq):
@@ -55,6 +56,7 @@ def paged_attention(
         k_pool,
         v_pool,
         (block_tables,),
+        sources.gathered(k_scale, block_tables) + sources.gathered(v_scale, block_tables),
         Work(tiles.seq, tiles.first_position, tiles.first_position + tiles.num_tokens, tiles.rows),
         source=sources.paged(block_size),
         mask=Mask(**options),
@@ -82,7 +84,7 @@ def flash_attention(
     batch, q_len, heads, head_dim = q.shape
     kv_len, kv_heads = k.shape[1:3]
     group = heads // kv_heads
-    config = config or default_config(q_len * group, head_dim)
+    config = config or default_config(q_len * group, head_dim, k.dtype.itemsize)
     rows = config.consumers * ROWS
     tokens = rows // group
     tiles = pl.cdiv(q_len, tokens)
@@ -97,6 +99,7 @@ def flash_attention(
         _pad(packed, 2, rows),
         _pad(k, 1, pl.cdiv(kv_len, 8) * 8),  # TMA wants whole rows of a tile
         _pad(v, 1, pl.cdiv(kv_len, 8) * 8),
+        (),
         (),
         Work(
             jnp.repeat(jnp.arange(batch, dtype=jnp.int32), tiles, total_repeat_length=batch * tiles),

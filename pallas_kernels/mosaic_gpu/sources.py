@@ -65,3 +65,15 @@ def contiguous() -> Source:
         return copy
 
     return Source(1, fetch)
+
+
+def gathered(scales: Any, block_tables: Any) -> Any:
+    """Scales [blocks, kv_heads, block_size] by sequence and position, [seqs, kv_heads, positions].
+
+    In small blocks they are too short to be copied by TMA, and next to K and V they are little.
+    """
+    if scales is None:
+        return ()
+    per_seq = scales[block_tables].transpose(0, 2, 1, 3)
+    per_seq = per_seq.reshape(*per_seq.shape[:2], -1)
+    return (jnp.pad(per_seq, ((0, 0), (0, 0), (0, -per_seq.shape[2] % TILE))),)

@@ -15,6 +15,7 @@ from paged_problem import TOLERANCE, PagedProblem, error, make_problem
 
 from pallas_kernels import copy_blocks, flash_attention, mosaic_gpu, paged_attention, paged_decode, reference
 from pallas_kernels.mosaic_gpu.attend import Config
+from pallas_kernels.mosaic_gpu.paged_decode import paged_decode as decode_kernel
 
 PARAMS: Any = getattr(plgpu, "InterpretGPUParams", None)
 interpreted = pytest.mark.skipif(PARAMS is None, reason="JAX below 0.11 cannot interpret Mosaic GPU kernels")
@@ -69,6 +70,30 @@ def test_prefill_with_two_consumers_and_a_window() -> None:
     assert not np.asarray(out[86:]).any()
     _, right = reference.paged_attention(*problem.arguments(DTYPE), scale=64**-0.5, **options)
     np.testing.assert_allclose(lse, right, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize(("pool", "head_dim"), [("int8", 64), ("float8_e4m3fn", 96)])
+def test_quantised_pools_are_widened_and_their_garbage_is_not_seen(pool: str, head_dim: int) -> None:
+    problem = make_problem([70, 0, 30], [1, 0, 30], heads=(2, 1), head_dim=head_dim)
+    q, k, v, *rest = problem.arguments()
+    unused = jnp.isnan(problem.arguments(rest=np.nan)[1])
+
+    def quantize(array: jax.Array) -> tuple[jax.Array, jax.Array]:
+        tokens = array.reshape(-1, 1, head_dim)
+        numbers, _, scale, _ = reference.quantize_kv(tokens, tokens, dtype)
+        return numbers.reshape(array.shape), scale.reshape(array.shape[:3])
+
+    dtype = jnp.dtype(pool)
+    (k, k_scale), (v, v_scale) = quantize(k), quantize(v)
+    right = reference.paged_attention(
+        q.astype(DTYPE), k, v, *rest, scale=head_dim**-0.5, k_scale=k_scale, v_scale=v_scale
+    )[0]
+    k_scale, v_scale = (jnp.where(unused[..., 0], jnp.nan, scale) for scale in (k_scale, v_scale))
+    if pool != "int8":
+        k, v = (jnp.where(unused, jnp.asarray(jnp.nan, dtype), numbers) for numbers in (k, v))
+    out = paged_attention(q.astype(DTYPE), k, v, *rest, k_scale=k_scale, v_scale=v_scale, **_backend())
+    assert error(out, np.asarray(right, np.float64)) <= TOLERANCE[DTYPE]
 
 
 @interpreted
@@ -137,8 +162,8 @@ def test_a_jax_that_cannot_interpret_says_so() -> None:
     ("shape", "message"),
     [
         ({"block_size": 4}, "k_pool has block_size 4; the mosaic_gpu kernels take 8 or more"),
-        ({"head_dim": 72}, "head_dim is 72; the mosaic_gpu kernels take multiples of 16 up to 256"),
-        ({"head_dim": 272}, "head_dim is 272; the mosaic_gpu kernels take multiples of 16 up to 256"),
+        ({"head_dim": 72}, "head_dim is 72; the mosaic_gpu kernels take multiples of 16 up to 256 for bfloat16"),
+        ({"head_dim": 272}, "head_dim is 272; the mosaic_gpu kernels take multiples of 16 up to 256 for bfloat16"),
         ({"heads": (65, 1)}, "q has 65 heads for each KV head; the mosaic_gpu kernels take at most 64"),
     ],
 )
@@ -153,8 +178,13 @@ def test_limits_of_dtypes() -> None:
     assert mosaic_gpu.unsupported("paged_decode", q, k_pool) is None
     for query, pool in (("float32", "float32"), ("float32", DTYPE), ("float16", DTYPE)):
         assert mosaic_gpu.unsupported("paged_decode", q.astype(query), k_pool.astype(pool)) == (
-            f"q is {query} and k_pool {pool}; the mosaic_gpu kernels take both as bfloat16 or both as float16"
+            f"q is {query} and k_pool {pool}; the mosaic_gpu kernels take both as bfloat16 or both as float16, or such "
+            "a q and a k_pool of int8 or float8_e4m3fn"
         )
+    narrow = jnp.zeros((9, 1, 16, 80), "int8")
+    assert mosaic_gpu.unsupported("paged_decode", q, narrow) == (
+        "head_dim is 80; the mosaic_gpu kernels take multiples of 32 up to 256 for int8"
+    )
     leaves = k_pool, jnp.zeros((9, 3), "int8")
     assert mosaic_gpu.unsupported("copy_blocks", *leaves) == (
         "pools holds an array int8 (9, 3), of 3 bytes a block; the mosaic_gpu kernel copies multiples of 16"
@@ -171,3 +201,16 @@ def test_limits_of_dtypes() -> None:
 def test_config_checks_itself(changes: dict[str, int], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         dataclasses.replace(Config(), **changes)
+
+
+def test_8_bit_pools_have_one_consumer() -> None:
+    q, k_pool, v_pool, tables, lens, _ = make_problem([5], [1], heads=(2, 1)).arguments(DTYPE)
+    scale = jnp.ones(k_pool.shape[:3])
+    with pytest.raises(ValueError, match="consumers is 2; it must be 1 for a pool of int8"):
+        decode_kernel(
+            *(q, k_pool.astype("int8"), v_pool.astype("int8"), tables, lens),
+            scale=1.0,
+            k_scale=scale,
+            v_scale=scale,
+            config=Config(consumers=2),
+        )
