@@ -12,8 +12,9 @@ from pagedjax.errors import ConfigError
 from pagedjax.scalars import is_int, is_number, make_plain, plain, shown
 
 DTYPES = ("float32", "bfloat16")
-KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16")
-ATTENTION_BACKENDS = ("auto", "reference", "xla", "triton")
+QUANTIZED_KV_CACHE_DTYPES = ("int8", "float8_e4m3fn")
+KV_CACHE_DTYPES = ("auto", "float32", "bfloat16", "float16", *QUANTIZED_KV_CACHE_DTYPES)
+ATTENTION_BACKENDS = ("auto", "reference", "xla", "triton", "mosaic_gpu", "tpu")
 ROPE_SCALING_KEYS = {
     "linear": ("factor",),
     "llama3": ("factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"),
@@ -192,7 +193,8 @@ class EngineConfig:
 
     Attributes:
         dtype: of weights and activations, "float32" or "bfloat16".
-        kv_cache_dtype: of the pool; "auto" is `dtype`.
+        kv_cache_dtype: of the pool; "auto" is `dtype`. "int8" and "float8_e4m3fn" come with a float32 scale for each
+            token and head.
         block_size: tokens per block, a power of two.
         num_blocks: usable blocks of the pool. Neither this nor `pool_bytes`: half of the memory that is free.
         pool_bytes: memory for the pool in bytes, instead of `num_blocks`.
@@ -201,7 +203,7 @@ class EngineConfig:
         max_num_batched_tokens: tokens computed in one step, prefill chunks and decodes together.
         enable_chunked_prefill: False computes every prompt whole, in one step.
         watermark: part of the blocks that admission keeps free.
-        attention_backend: "auto", "reference", "xla" or "triton".
+        attention_backend: "auto", or one of `pallas_kernels`: "reference", "xla", "triton", "mosaic_gpu" or "tpu".
         attention_interpret: run a Pallas backend in interpret mode, anywhere (slow; for tests and study).
         overlap: plan the next step while the device computes this one.
         seed: of requests that bring none of their own.

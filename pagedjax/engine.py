@@ -137,10 +137,12 @@ class Engine:
             enable_chunked_prefill=self.config.enable_chunked_prefill,
         )
         device = next(iter(jax.tree.leaves(self.params)[0].devices()))
-        self.pool_info: PoolInfo = plan_pool(self.config, model.config, self.max_model_len, free_memory(device))
+        backend, _ = choose_backend(self.config, model.config)
+        self.pool_info: PoolInfo = plan_pool(
+            self.config, model.config, self.max_model_len, free_memory(device), backend.name
+        )
         cache = CacheConfig(self.config.block_size, self.pool_info.num_blocks, self.config.watermark)
         self.scheduler = Scheduler(scheduler_config, PagedAllocator(cache))
-        backend, _ = choose_backend(self.config)
         self.runner = Runner(model.config, self.config, self.params, self.pool_info, self.max_model_len, backend)
         self.runner.programs.progress = progress
         self._trackers: dict[str, RequestTracker] = {}

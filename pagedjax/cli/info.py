@@ -78,8 +78,13 @@ def _device(config: EngineConfig) -> dict[str, object]:
 def _model(name: str, engine: Engine) -> dict[str, object]:
     import jax
 
+    from pagedjax.device.backend import choose_backend
+
     pool, leaves = engine.pool_info, jax.tree.leaves(engine.params)
+    backend, because = choose_backend(engine.config, engine.model_config)
     return {
+        "attention_backend": backend.name,
+        "attention_backend_because": because,
         "model": name,
         "num_parameters": sum(leaf.size for leaf in leaves),
         "weights_dtype": engine.config.dtype,

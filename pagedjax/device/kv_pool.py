@@ -11,54 +11,105 @@ from dataclasses import dataclass
 import jax
 import jax.numpy as jnp
 from flax import struct
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Real
 
-from pagedjax.config import EngineConfig, ModelConfig
+from pagedjax.config import QUANTIZED_KV_CACHE_DTYPES, EngineConfig, ModelConfig
 from pagedjax.device.memory import HOST_BYTES_PER_BLOCK, FreeMemory, check_needs, in_bytes, plan_needs
 from pagedjax.errors import ConfigError
 
 NULL_BLOCK = 0
+LANES = 128  # numbers in a row that a TPU stores
 _MAX_INDEX = 2**31 - 1  # of a row (block, head, slot) of the pool, as kernels count them
+
+
+@dataclass(frozen=True, slots=True)
+class PoolLayout:
+    """How K and V are stored.
+
+    Attributes:
+        num_layers, num_kv_heads, block_size: of the model and the configuration.
+        stored_dim: numbers in the row of one token and head; more than head_dim where a chip wants it so.
+        dtype: of the numbers.
+        scales: whether each row has a float32 scale, as int8 and float8 need.
+    """
+
+    num_layers: int
+    num_kv_heads: int
+    block_size: int
+    stored_dim: int
+    dtype: str
+    scales: bool = False
+
+    @classmethod
+    def of(cls, model: ModelConfig, config: EngineConfig, backend: str = "xla") -> PoolLayout:
+        """What a configuration asks for, with rows as a backend of `pallas_kernels` wants them."""
+        width = -(-model.head_dim // LANES) * LANES if backend == "tpu" else model.head_dim
+        dtype = config.pool_dtype
+        return cls(
+            model.num_layers, model.num_kv_heads, config.block_size, width, dtype, dtype in QUANTIZED_KV_CACHE_DTYPES
+        )
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of one block's K and V over all layers, as stored, their scales included."""
+        rows = 2 * self.num_layers * self.num_kv_heads * self.block_size
+        return rows * (self.stored_dim * jnp.dtype(self.dtype).itemsize + 4 * self.scales)
 
 
 class KVPool(struct.PyTreeNode):
     """Keys and values of all layers. A list over layers, since donation and aliasing work leaf by leaf.
 
     Attributes:
-        k, v: per layer [num_blocks + 1, num_kv_heads, block_size, head_dim].
+        k, v: per layer [num_blocks + 1, num_kv_heads, block_size, stored_dim].
+        k_scale, v_scale: per layer [num_blocks + 1, num_kv_heads, block_size]; no layers at all for a pool of floats.
     """
 
-    k: list[Float[Array, "blocks kv_heads block_size head_dim"]]
-    v: list[Float[Array, "blocks kv_heads block_size head_dim"]]
+    k: list[Real[Array, "blocks kv_heads block_size stored_dim"]]
+    v: list[Real[Array, "blocks kv_heads block_size stored_dim"]]
+    k_scale: list[Float[Array, "blocks kv_heads block_size"]]
+    v_scale: list[Float[Array, "blocks kv_heads block_size"]]
+
+    @property
+    def layers(self) -> list[tuple[Array, ...]]:
+        """Per layer K and V, and their scales if there are any: what `write_kv` takes and gives."""
+        columns = (self.k, self.v, self.k_scale, self.v_scale) if self.k_scale else (self.k, self.v)
+        return list(zip(*columns, strict=True))
 
     @classmethod
-    def create(cls, model: ModelConfig, block_size: int, num_blocks: int, dtype: str) -> KVPool:
+    def of_layers(cls, layers: list[tuple[Array, ...]]) -> KVPool:
+        """Inverse of `layers`."""
+        columns = [list(column) for column in zip(*layers, strict=True)]
+        return cls(*columns, *([] for _ in range(4 - len(columns))))
+
+    @classmethod
+    def create(cls, layout: PoolLayout, num_blocks: int) -> KVPool:
         """A pool of zeros with `num_blocks` usable blocks, made in one compiled call.
 
         Raises:
             ConfigError: the memory that was free when the pool was planned is not there.
         """
-        shape = (num_blocks + 1, model.num_kv_heads, block_size, model.head_dim)
+        rows = (num_blocks + 1, layout.num_kv_heads, layout.block_size)
 
         def make() -> KVPool:
-            return cls(*([jnp.zeros(shape, dtype) for _ in range(model.num_layers)] for _ in "kv"))
+            def arrays(count: int, shape: tuple[int, ...], dtype: str) -> list[Array]:
+                return [jnp.zeros(shape, dtype) for _ in range(count)]
+
+            num_scales = layout.num_layers if layout.scales else 0
+            return cls(
+                *(arrays(layout.num_layers, (*rows, layout.stored_dim), layout.dtype) for _ in "kv"),
+                *(arrays(num_scales, rows, "float32") for _ in "kv"),
+            )
 
         try:
             return jax.block_until_ready(jax.jit(make)())
         except jax.errors.JaxRuntimeError as error:
             if "RESOURCE_EXHAUSTED" not in str(error):
                 raise
-            asked = in_bytes((num_blocks + 1) * bytes_per_block(model, block_size, dtype))
+            asked = in_bytes((num_blocks + 1) * layout.bytes_per_block)
             raise ConfigError(
                 f"num_blocks={num_blocks}: the pool's {asked} cannot be allocated, though they seemed to be free: give "
                 "a smaller num_blocks or pool_bytes"
             ) from error
-
-
-def bytes_per_block(model: ModelConfig, block_size: int, dtype: str) -> int:
-    """Bytes of one block's K and V over all layers, as stored."""
-    tokens = 2 * model.num_layers * model.num_kv_heads * block_size
-    return tokens * model.head_dim * jnp.dtype(dtype).itemsize
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,15 +118,23 @@ class PoolInfo:
 
     Attributes:
         num_blocks: usable blocks.
-        block_size: tokens per block.
-        bytes_per_block: of K and V over all layers.
+        layout: how they are stored.
         chosen_by: one sentence for people.
     """
 
     num_blocks: int
-    block_size: int
-    bytes_per_block: int
+    layout: PoolLayout
     chosen_by: str
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        return self.layout.block_size
+
+    @property
+    def bytes_per_block(self) -> int:
+        """Bytes of K and V over all layers."""
+        return self.layout.bytes_per_block
 
     @property
     def pool_bytes(self) -> int:
@@ -88,7 +147,9 @@ class PoolInfo:
         return self.num_blocks * self.block_size
 
 
-def plan_pool(config: EngineConfig, model: ModelConfig, max_model_len: int, free: FreeMemory) -> PoolInfo:
+def plan_pool(
+    config: EngineConfig, model: ModelConfig, max_model_len: int, free: FreeMemory, backend: str = "xla"
+) -> PoolInfo:
     """Sizes the pool: by block count, by bytes, or half of what is free.
 
     The default never takes more than `max_num_seqs` sequences of `max_model_len` tokens could use.
@@ -98,16 +159,17 @@ def plan_pool(config: EngineConfig, model: ModelConfig, max_model_len: int, free
             the memory that is free.
     """
     beside = check_needs(plan_needs(config, model, max_model_len), free)
-    block_bytes = bytes_per_block(model, config.block_size, config.pool_dtype)
+    layout = PoolLayout.of(model, config, backend)
     if config.num_blocks is not None:
-        pool = PoolInfo(config.num_blocks, config.block_size, block_bytes, f"num_blocks={config.num_blocks}")
+        pool = PoolInfo(config.num_blocks, layout, f"num_blocks={config.num_blocks}")
     else:
-        pool = _pool_of_bytes(config, block_bytes, max_model_len, free.device - beside)
-    _check_fits(pool, model, free, beside)
+        pool = _pool_of_bytes(config, layout, max_model_len, free.device - beside)
+    _check_fits(pool, free, beside)
     return pool
 
 
-def _pool_of_bytes(config: EngineConfig, block_bytes: int, max_model_len: int, free_bytes: int) -> PoolInfo:
+def _pool_of_bytes(config: EngineConfig, layout: PoolLayout, max_model_len: int, free_bytes: int) -> PoolInfo:
+    block_bytes = layout.bytes_per_block
     given = config.pool_bytes is not None
     budget = config.pool_bytes if config.pool_bytes is not None else free_bytes // 2
     chosen = f"pool_bytes={budget}" if given else f"half of the {free_bytes} bytes that are free"
@@ -121,13 +183,13 @@ def _pool_of_bytes(config: EngineConfig, block_bytes: int, max_model_len: int, f
     if not given and num_blocks > useful:
         chosen = f"max_num_seqs={config.max_num_seqs} sequences of max_model_len={max_model_len} tokens"
         num_blocks = useful
-    return PoolInfo(num_blocks, config.block_size, block_bytes, chosen)
+    return PoolInfo(num_blocks, layout, chosen)
 
 
-def _check_fits(pool: PoolInfo, model: ModelConfig, free: FreeMemory, beside: int) -> None:
+def _check_fits(pool: PoolInfo, free: FreeMemory, beside: int) -> None:
     """Raises ConfigError saying what was asked for, what is free and what fits, if the pool is too large."""
     each = pool.bytes_per_block + (HOST_BYTES_PER_BLOCK if free.shared else 0)
-    by_index = _MAX_INDEX // (pool.block_size * model.num_kv_heads)
+    by_index = _MAX_INDEX // (pool.block_size * pool.layout.num_kv_heads)
     largest = min((free.device - beside) // each, by_index) - 1
     if pool.num_blocks <= largest:
         return

@@ -99,7 +99,7 @@ class Runner:
         max_blocks = -(-max_model_len // config.block_size)
         self._slots = SlotTable(config.max_num_seqs, max_blocks, config.block_size)
         self.state = SamplerState.create(config.max_num_seqs, model.vocab_size)
-        self.pool = KVPool.create(model, config.block_size, pool.num_blocks, config.pool_dtype)
+        self.pool = KVPool.create(pool.layout, pool.num_blocks)
         self._min_tokens: dict[int, tuple[int, TokenSequence]] = {}  # slot -> total length at which stops are allowed
         self.programs = Programs(
             model,

@@ -19,7 +19,7 @@ from pagedjax.models.layers import GatedMLP, Linear, RMSNorm, apply_rope, rope_t
 from pallas_kernels import paged_attention, write_kv
 
 Params = Mapping[str, Any]
-LayerPool = tuple[Float[Array, "..."], Float[Array, "..."]]
+LayerPool = tuple[Array, ...]  # K and V of one layer; behind them their scales, if the pool is quantised
 Rope = tuple[Float[Array, "half_dim tokens"], Float[Array, "half_dim tokens"]]
 
 
@@ -47,19 +47,16 @@ class Attention(nn.Module):
         turned = apply_rope(qkv[: c.num_heads + c.num_kv_heads], *rope).transpose(2, 0, 1)
         q, k = turned[:, : c.num_heads], turned[:, c.num_heads :]
         v = qkv[c.num_heads + c.num_kv_heads :].transpose(2, 0, 1)
-        k_pool, v_pool = write_kv(k, v, *pool, batch.slot_mapping)
-        out = paged_attention(
-            q,
-            k_pool,
-            v_pool,
-            batch.block_tables,
-            batch.seq_lens,
-            batch.query_start_loc,
-            backend=self.backend.name,
-            interpret=self.backend.interpret,
-        )
+        name = self.backend.name
+        chosen: dict[str, Any] = {"backend": name, "interpret": self.backend.interpret}
+        writer = name if name in ("reference", "xla") else "auto"  # a kernel where there is one for this chip
+        scales = dict(zip(("k_scale", "v_scale"), pool[2:], strict=False))
+        k_pool, v_pool, *new_scales = write_kv(k, v, pool[0], pool[1], batch.slot_mapping, **scales, backend=writer)
+        scales = dict(zip(scales, new_scales, strict=True))
+        tables = (batch.block_tables, batch.seq_lens, batch.query_start_loc)
+        out = paged_attention(q, k_pool, v_pool, *tables, **scales, **chosen)
         out = out.reshape(out.shape[0], -1).T.astype(x.dtype)
-        return Linear(x.shape[0], name="o_proj")(out), (k_pool, v_pool)
+        return Linear(x.shape[0], name="o_proj")(out), (k_pool, v_pool, *new_scales)
 
 
 class Block(nn.Module):
@@ -105,11 +102,11 @@ def forward(
     x = params["embed_tokens"]["embedding"][batch.token_ids].T
     rope = rope_tables(config, batch.positions)
     layers: list[LayerPool] = []
-    for i, layer_pool in enumerate(zip(pool.k, pool.v, strict=True)):
+    for i, layer_pool in enumerate(pool.layers):
         x, layer_pool = _apply_block(block, params[f"layers_{i}"], x, layer_pool, batch, rope)
         layers.append(layer_pool)
     hidden: Any = RMSNorm(config.rms_norm_eps).apply({"params": params["final_norm"]}, x)
-    return hidden, KVPool(k=[k for k, _ in layers], v=[v for _, v in layers])
+    return hidden, KVPool.of_layers(layers)
 
 
 def head_kernel(params: Params) -> Float[Array, "vocab features"]:

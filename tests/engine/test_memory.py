@@ -13,7 +13,7 @@ from engine_harness import TINY, Runs
 
 from pagedjax.config import EngineConfig
 from pagedjax.device import memory
-from pagedjax.device.kv_pool import KVPool, bytes_per_block, plan_pool
+from pagedjax.device.kv_pool import KVPool, PoolLayout, plan_pool
 from pagedjax.device.memory import FreeMemory, free_memory
 from pagedjax.errors import ConfigError
 
@@ -103,7 +103,7 @@ def test_an_engine_asks_the_machine_it_is_on(runs: Runs, config: dict[str, int],
 
 def test_memory_that_went_meanwhile_is_named() -> None:
     with pytest.raises(ConfigError, match=r"num_blocks=1000000000000: the pool's \d+ bytes .* cannot be allocated"):
-        KVPool.create(TINY, 4, 10**12, "float32")
+        KVPool.create(PoolLayout.of(TINY, EngineConfig(block_size=4)), 10**12)
 
 
 def test_a_chip_counts_for_itself_and_a_cpu_as_the_host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -124,4 +124,12 @@ def test_a_chip_counts_for_itself_and_a_cpu_as_the_host(monkeypatch: pytest.Monk
 
 
 def test_bytes_of_a_block_are_counted_as_stored() -> None:
-    assert bytes_per_block(TINY, 4, "float32") == 2 * 2 * 2 * 4 * 16 * 4
+    rows = 2 * 2 * 2 * 4  # K and V, layers, heads, tokens; each of 16 numbers
+
+    def bytes_per_block(backend: str = "xla", **config: str) -> int:
+        return PoolLayout.of(TINY, EngineConfig(block_size=4, **config), backend).bytes_per_block
+
+    assert bytes_per_block() == rows * 16 * 4
+    assert bytes_per_block(kv_cache_dtype="bfloat16") == rows * 16 * 2
+    assert bytes_per_block(kv_cache_dtype="int8") == rows * (16 + 4), "a scale for each token and head"
+    assert bytes_per_block("tpu") == rows * 128 * 4, "rows of 128 numbers"

@@ -10,7 +10,7 @@ import pytest
 from engine_harness import TINY, Runs
 
 from pagedjax.config import EngineConfig
-from pagedjax.device.kv_pool import PoolInfo, bytes_per_block
+from pagedjax.device.kv_pool import PoolInfo, PoolLayout
 from pagedjax.device.programs import no_new_compiles
 from pagedjax.device.runner import Runner
 from pagedjax.engine import Engine
@@ -67,11 +67,12 @@ def test_there_are_n_plus_m_programs_and_a_few_small_ones(runs: Runs, capsys: py
 
 
 @pytest.mark.jax_matrix
-def test_every_program_aliases_the_pool_and_needs_little_beside_it(smollm2: LoadedModel) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_every_program_aliases_the_pool_and_needs_little_beside_it(smollm2: LoadedModel, dtype: str) -> None:
     """The real model over a pool of 1 GiB, the longest prefill and prompt logprobs included."""
-    block_bytes = bytes_per_block(smollm2.config, 16, "float32")
-    pool = PoolInfo(GIB // block_bytes, 16, block_bytes, "1 GiB")
-    config = EngineConfig(num_blocks=pool.num_blocks, max_num_batched_tokens=512, max_num_seqs=64)
+    layout = PoolLayout.of(smollm2.config, EngineConfig(kv_cache_dtype=dtype))
+    pool = PoolInfo(GIB // layout.bytes_per_block, layout, "1 GiB")
+    config = EngineConfig(kv_cache_dtype=dtype, max_num_batched_tokens=512, max_num_seqs=64)
     runner = Runner(smollm2.config, config, smollm2.params, pool, 2048, AttentionBackend("xla"))
     for tokens in (512, 64, 1):
         runner.programs.backbone(tokens)
