@@ -12,8 +12,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
+from pallas_kernels.triton.launch import check_launch, check_power_of_two
 from pallas_kernels.triton.tiles import plgpu
-from pallas_kernels.triton.tuning import check_launch, check_power_of_two
+from pallas_kernels.tuning import tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,7 +34,9 @@ class Config:
         check_launch(self.num_warps, 1)
 
 
-DEFAULT = Config(chunk=8192, num_warps=4)  # 64 bytes for each thread
+def default_config() -> Config:
+    """64 bytes for each thread."""
+    return Config(chunk=8192, num_warps=4)
 
 
 def copy_blocks(
@@ -42,7 +45,7 @@ def copy_blocks(
     dst: Int[Array, " copies"],
     *,
     interpret: bool = False,
-    config: Config = DEFAULT,
+    config: Config | None = None,
 ) -> Any:
     """Every array of the pytree `pools`, block first, with block `src[i]` copied to `dst[i]`; nothing where they are
     the same, as in padding."""
@@ -51,10 +54,11 @@ def copy_blocks(
     return jax.tree.map(functools.partial(_copy, src=src, dst=dst, interpret=interpret, config=config), pools)
 
 
-def _copy(pool: Array, src: Array, dst: Array, interpret: bool, config: Config) -> Array:
+def _copy(pool: Array, src: Array, dst: Array, interpret: bool, config: Config | None) -> Array:
     numbers = math.prod(pool.shape[1:])
     if numbers == 0:
         return pool
+    config = config or tuned(Config, "triton", "copy_blocks", pool) or default_config()
     chunk = min(config.chunk // pool.dtype.itemsize, pl.next_power_of_2(numbers))
     flat = pool.reshape(len(pool), numbers)
     out = pl.pallas_call(

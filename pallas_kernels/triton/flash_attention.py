@@ -12,6 +12,7 @@ from jaxtyping import Array, Bool, Float, Int
 
 from pallas_kernels.triton.paged_attention import Config, default_config
 from pallas_kernels.triton.tiles import KVTile, Math, Ref, Sight, load_rows, padded_width, plgpu, store_rows
+from pallas_kernels.tuning import tuned
 
 
 def flash_attention(
@@ -30,7 +31,7 @@ def flash_attention(
     """Zeros for a query that sees no key; with `causal`, the queries are the last of a sequence's tokens."""
     batch, q_len, heads, head_dim = q.shape
     group = heads // k.shape[2]
-    config = config or default_config(q, k)
+    config = config or tuned(Config, "triton", "flash_attention", q, k) or default_config(q, k)
     rows = max(config.rows, pl.next_power_of_2(group))
     body = functools.partial(
         _attend_queries, rows=rows, causal=causal, sliding_window=sliding_window, how=Math.of(q, k, scale, soft_cap)

@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.ragged import QueryTiles, decode_singles
+from pallas_kernels.triton.launch import check_launch, check_power_of_two, pipeline_stages
 from pallas_kernels.triton.paged_decode import paged_decode
 from pallas_kernels.triton.tiles import (
     MIN_ROWS,
@@ -28,7 +29,7 @@ from pallas_kernels.triton.tiles import (
     product_dtype,
     store_rows,
 )
-from pallas_kernels.triton.tuning import check_launch, check_power_of_two, pipeline_stages
+from pallas_kernels.tuning import tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,7 +93,7 @@ def paged_attention(
         return out, lse
     kv_heads = k_pool.shape[1]
     group = heads // kv_heads
-    config = config or default_config(q, k_pool)
+    config = config or tuned(Config, "triton", "paged_attention", q, k_pool) or default_config(q, k_pool)
     rows = max(config.rows, pl.next_power_of_2(group))
     tiles = QueryTiles.plan(seq_lens, query_start_loc, tokens, rows // group)
     scales = () if k_scale is None or v_scale is None else (k_scale, v_scale)

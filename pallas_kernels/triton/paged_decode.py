@@ -16,6 +16,7 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.constants import MASKED, SPLIT, TILE
+from pallas_kernels.triton.launch import check_launch, pipeline_stages
 from pallas_kernels.triton.tiles import (
     MIN_ROWS,
     Math,
@@ -29,7 +30,7 @@ from pallas_kernels.triton.tiles import (
     product_dtype,
     store_rows,
 )
-from pallas_kernels.triton.tuning import check_launch, pipeline_stages
+from pallas_kernels.tuning import tuned
 
 MERGED = 16  # splits that the merging kernel takes at a time
 
@@ -76,7 +77,7 @@ def paged_decode(
     seqs, heads, head_dim = q.shape
     kv_heads, block_size = k_pool.shape[1:3]
     splits = pl.cdiv(block_tables.shape[1] * block_size, SPLIT)
-    config = config or default_config(q, k_pool)
+    config = config or tuned(Config, "triton", "paged_decode", q, k_pool) or default_config(q, k_pool)
     out_dtype = q.dtype if splits == 1 else jnp.float32
     body = functools.partial(
         _decode_split, kv_heads=kv_heads, sliding_window=sliding_window, how=Math.of(q, k_pool, scale, soft_cap)

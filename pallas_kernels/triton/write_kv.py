@@ -10,8 +10,9 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jaxtyping import Array, Int
 
+from pallas_kernels.triton.launch import check_launch, check_power_of_two
 from pallas_kernels.triton.tiles import load, load_rows, padded_width, plgpu, store_rows
-from pallas_kernels.triton.tuning import check_launch, check_power_of_two
+from pallas_kernels.tuning import tuned
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +56,7 @@ def write_kv(
     tokens, kv_heads, head_dim = new[0].shape
     if tokens == 0:
         return pools
-    config = config or default_config(pools[0])
+    config = config or tuned(Config, "triton", "write_kv", new[0], pools[0]) or default_config(pools[0])
     flat = tuple(x.reshape(-1, head_dim) if x.ndim == 3 else x.reshape(-1) for x in new)
     inputs = 1 + len(flat)
     return tuple(
