@@ -45,6 +45,8 @@ def copy_blocks(
     Arrays whose blocks are no runs of whole tiles (scales of small blocks, lists of numbers) are left to XLA.
     """
     config = config or Config()
+    if src.size == 0:
+        return pools
 
     def copy(pool):
         if _fills_tiles(pool):
