@@ -7,7 +7,6 @@ from types import ModuleType
 from typing import Any
 
 import jax
-from jaxtyping import Array
 
 BACKENDS = ("auto", "reference", "xla", "triton", "mosaic_gpu", "tpu")
 PALLAS = ("triton", "mosaic_gpu", "tpu")
@@ -60,7 +59,7 @@ def resolve_backend(
     return "xla", obstacle
 
 
-def choose(op: str, backend: str, interpret: Interpret, *arrays: Array) -> str:
+def choose(op: str, backend: str, interpret: Interpret, *arrays: Any) -> str:
     """The backend for an op on these arrays: `auto` falls back where a kernel does not take them, a named one refuses.
 
     Args:

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
 from typing import Any
 
-import jax
 import numpy as np
+from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
-from paged_problem import PagedProblem
+from paged_problem import MIXED, SMALL, PagedProblem
 
 from pallas_kernels import paged_attention, paged_decode
 
-HAS_MOSAIC_GPU_INTERPRETER = jax.__version_info__ >= (0, 11)
+_MOSAIC_GPU_INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)  # JAX 0.11 or newer
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +26,8 @@ class Backend:
         dtypes: of queries and pools, the first one for tests that need just one.
         smallest_block: the least block size of its kernels, in tokens.
         stored_multiple: what the width of a stored row must be a multiple of.
+        obstacle: why its kernels cannot be interpreted with this JAX, if they cannot.
+        mixed: arguments of a problem with a bit of everything, as large as its interpreter can bear.
         quantized_block: a block size, in tokens, that its kernels take with int8 and float8 pools.
     """
 
@@ -34,6 +37,8 @@ class Backend:
     smallest_block: int = 1
     stored_multiple: int = 1
     quantized_block: int = 32
+    mixed: Mapping[str, Any] = dataclasses.field(default_factory=lambda: MIXED, hash=False)
+    obstacle: str | None = None
 
     @property
     def dtype(self) -> str:
@@ -78,12 +83,21 @@ BACKENDS = {
         Backend("xla"),
         Backend("triton", interpret=True),
         Backend(
+            "mosaic_gpu",
+            interpret=_MOSAIC_GPU_INTERPRETER and _MOSAIC_GPU_INTERPRETER(detect_races=True),
+            dtypes=("bfloat16", "float16"),
+            smallest_block=8,
+            mixed=SMALL,
+            obstacle=None if _MOSAIC_GPU_INTERPRETER else "JAX below 0.11 cannot interpret Mosaic GPU kernels",
+        ),
+        Backend(
             "tpu",
             interpret=pltpu.InterpretParams(detect_races=True, uninitialized_memory="nan"),
             dtypes=("float32", "bfloat16"),
             smallest_block=8,
             stored_multiple=128,
             quantized_block=128,
+            mixed=SMALL,
         ),
     )
 }

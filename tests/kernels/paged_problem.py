@@ -21,6 +21,15 @@ MIXED: dict[str, Any] = {
     "num_tokens": 160,
 }
 
+# The same in little, for interpreters that take a second for each tile.
+SMALL: dict[str, Any] = {
+    "seq_lens": (1, 70, 130, 40),
+    "query_lens": (1, 66, 1, 0),
+    "num_seqs": 5,
+    "num_tokens": 70,
+    "heads": (3, 1),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedProblem:

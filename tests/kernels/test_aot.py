@@ -183,7 +183,9 @@ def test_only_pallas_kernels_of_libtpus_dump_are_read(tmp_path):
         (tmp_path / f"{stamp}-k.1-03-final_bundles.txt").write_text(bundles)
     (tmp_path / "18-fusion.2-03-final_bundles.txt").write_text(LLO_BUNDLES)
     assert [(kernel.name, kernel.matmuls) for kernel in llo.read_kernels(tmp_path, hlo)] == [("k.1", 1)]
-    with pytest.raises(ValueError, match=r"libtpu dumped no original of other\.3"):
+    twice = hlo + hlo.replace("k.1", "k.2")  # the same kernel for another array
+    assert [kernel.name for kernel in llo.read_kernels(tmp_path, twice)] == ["k.1"]
+    with pytest.raises(ValueError, match=r"libtpu dumped nothing of other\.3"):
         llo.read_kernels(tmp_path, hlo.replace("k.1", "other.3"))
 
 

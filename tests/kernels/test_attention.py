@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from backends import Backend
-from paged_problem import MIXED, TOLERANCE, PagedProblem, error, make_problem
+from paged_problem import TOLERANCE, PagedProblem, error, make_problem
 
 from pallas_kernels import paged_attention, paged_decode, reference
 
@@ -74,17 +74,18 @@ def test_the_whole_grid(backend: Backend, block_size: int, head_dim: int, group:
 @pytest.mark.jax_matrix
 @pytest.mark.parametrize("dtype", TOLERANCE)
 def test_mixed_batch_is_right_in_every_dtype(backend: Backend, dtype: str) -> None:
-    problem = make_problem(**MIXED)
+    problem = make_problem(**backend.mixed)
     _check_or_refusal(backend, problem, dtype)
     if dtype in backend.dtypes:
         assert backend.attention(problem, dtype).dtype == dtype
 
 
+@pytest.mark.jax_matrix
 @pytest.mark.parametrize(
     "options", [{"sliding_window": 1}, {"sliding_window": 70, "soft_cap": 2.0, "scale": 0.3}], ids=str
 )
 def test_options(backend: Backend, options: dict[str, Any]) -> None:
-    problem = make_problem(**MIXED)
+    problem = make_problem(**backend.mixed)
     out = backend.attention(problem, **options)
     right = problem.right(
         backend.dtype,
@@ -115,8 +116,9 @@ def test_a_chunk_of_two_agrees_with_two_decodes(backend: Backend) -> None:
     np.testing.assert_allclose(backend.decode(cut), chunk[[1, 3]], rtol=0, atol=TOLERANCE[backend.dtype])
 
 
+@pytest.mark.jax_matrix
 def test_the_log_sum_exp_is_right(backend: Backend) -> None:
-    problem = make_problem(**MIXED)
+    problem = make_problem(**backend.mixed)
     _, lse = paged_attention(*backend.arguments(problem), **backend.chosen, return_lse=True)
     right = problem.right_lse(backend.dtype)
     np.testing.assert_allclose(lse, right, rtol=0, atol=1e-5 if backend.dtype == "float32" else 2e-3)
@@ -142,7 +144,7 @@ def test_a_prompt_in_chunks_gives_what_it_gives_whole(backend: Backend, chunk: i
 
 
 def test_padding_gives_zeros(backend: Backend) -> None:
-    problem = make_problem(**MIXED)
+    problem = make_problem(**backend.mixed)
     out = backend.attention(problem, rest=np.nan)
     assert not out[sum(problem.query_lens) :].any()
     q, k_pool, v_pool, tables, lens, starts = backend.arguments(problem, rest=np.nan)
@@ -154,7 +156,7 @@ def test_works_inside_a_jitted_step_that_is_differently_typed(backend: Backend) 
     """A query wider than the pool, as with a bfloat16 cache under a float32 model."""
     if backend.dtype != "float32":
         pytest.skip(f"the {backend.name} kernels take no float32")
-    problem = make_problem(**MIXED)
+    problem = make_problem(**backend.mixed)
     q, k_pool, v_pool, *rest = backend.arguments(problem, "bfloat16")
     step = jax.jit(lambda *arrays: paged_attention(*arrays, **backend.chosen) * 2)
     out = step(q.astype(jnp.float32), k_pool, v_pool, *rest) / 2
@@ -174,7 +176,7 @@ def test_the_paper_s_steps_and_the_online_softmax_agree(options: dict[str, Any])
 
 def test_a_pool_stored_wider_than_a_head_gives_the_same(backend: Backend) -> None:
     """Rows of 128 numbers, as TPUs want them, with zeros behind the head's own."""
-    problem = make_problem(**MIXED)
+    problem = make_problem(**backend.mixed)
     wide = problem.arguments(backend.dtype, stored_dim=128)
     out = np.asarray(paged_attention(*wide, **backend.chosen))
     assert out.shape == problem.q.shape

@@ -15,7 +15,7 @@ from pallas_kernels import paged_attention
 @pytest.mark.jax_matrix
 @pytest.mark.parametrize(("block_size", "garbage"), [(16, np.nan), (128, np.inf)])
 def test_garbage_outside_the_sequences_changes_nothing(backend: Backend, block_size: int, garbage: float) -> None:
-    problem = make_problem(**MIXED, block_size=block_size)
+    problem = make_problem(**backend.mixed, block_size=block_size)
     clean, dirty = (backend.attention(problem, rest=rest) for rest in (0.0, garbage))
     np.testing.assert_array_equal(dirty, clean)
 
@@ -35,7 +35,7 @@ def test_garbage_before_a_sliding_window_changes_nothing(backend: Backend) -> No
 @pytest.mark.jax_matrix
 def test_block_size_changes_no_bit(backend: Backend) -> None:
     sizes = [size for size in (1, 4, 8, 16, 64, 256) if size >= backend.smallest_block]
-    problems = [make_problem(**MIXED, block_size=size) for size in sizes]
+    problems = [make_problem(**backend.mixed, block_size=size) for size in sizes]
     first, *others = (backend.attention(problem) for problem in problems)
     right = problems[0].right(backend.dtype)
     assert error(first, right) <= TOLERANCE[backend.dtype]
@@ -47,15 +47,16 @@ def test_block_size_changes_no_bit(backend: Backend) -> None:
 
 
 def test_a_wider_table_changes_no_bit(backend: Backend) -> None:
-    problem = make_problem(**MIXED)
+    problem = make_problem(**backend.mixed)
     if backend.name == "reference":
         np.testing.assert_allclose(backend.attention(problem, max_blocks=50), backend.attention(problem), atol=1e-5)
     else:
         np.testing.assert_array_equal(backend.attention(problem, max_blocks=50), backend.attention(problem))
 
 
+@pytest.mark.jax_matrix
 def test_where_the_blocks_lie_changes_no_bit(backend: Backend) -> None:
-    problem = make_problem(**MIXED)
+    problem = make_problem(**backend.mixed)
     place = np.concatenate([[0], 1 + np.random.default_rng(1).permutation(problem.num_blocks - 1)])
     moved = dataclasses.replace(problem, block_tables=place[problem.block_tables].astype(np.int32))
     np.testing.assert_array_equal(backend.attention(moved), backend.attention(problem))

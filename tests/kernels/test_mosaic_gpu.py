@@ -20,6 +20,7 @@ from pallas_kernels.mosaic_gpu.paged_decode import paged_decode as decode_kernel
 PARAMS: Any = getattr(plgpu, "InterpretGPUParams", None)
 interpreted = pytest.mark.skipif(PARAMS is None, reason="JAX below 0.11 cannot interpret Mosaic GPU kernels")
 DTYPE = "bfloat16"
+pytestmark = pytest.mark.jax_matrix  # the newest JAX is where the interpreter is
 
 
 @pytest.fixture(autouse=True)

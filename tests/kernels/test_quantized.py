@@ -53,7 +53,7 @@ def _as_stored(problem: PagedProblem, dtype: str) -> PagedProblem:
 
 @pytest.mark.parametrize("dtype", POOLS)
 def test_attention_is_right_for_what_is_stored(backend: Backend, dtype: str) -> None:
-    problem = make_problem(**MIXED, block_size=backend.quantized_block)
+    problem = make_problem(**backend.mixed, block_size=backend.quantized_block)
     *arguments, k_scale, v_scale = _quantized(backend, problem, dtype)
     out = paged_attention(*arguments, k_scale=k_scale, v_scale=v_scale, **backend.chosen)
     assert out.dtype == backend.dtype
@@ -66,8 +66,7 @@ def test_the_error_of_quantising_is_what_its_rounding_allows(dtype: str) -> None
     """Each number is off by at most half a step: 1/254 of the token's largest for int8; for float8, with 3 bits behind
     the point, 1/16 of the number itself. So scores are off by at most |q| |dk| * scale, weights by a factor e to twice
     that, and values by their own share."""
-    problem = make_problem(**MIXED)
-    backend = Backend("xla")
+    problem, backend = make_problem(**MIXED), Backend("xla")
     *arguments, k_scale, v_scale = _quantized(backend, problem, dtype)
     out = paged_attention(*arguments, k_scale=k_scale, v_scale=v_scale, backend="xla")
 
@@ -92,7 +91,7 @@ def test_the_error_of_quantising_is_what_its_rounding_allows(dtype: str) -> None
 
 @pytest.mark.parametrize("dtype", POOLS)
 def test_garbage_in_numbers_and_scales_changes_nothing(backend: Backend, dtype: str) -> None:
-    problem = make_problem(**MIXED, block_size=backend.quantized_block)
+    problem = make_problem(**backend.mixed, block_size=backend.quantized_block)
     outs = []
     for rest in (1.0, np.nan):
         *arguments, k_scale, v_scale = _quantized(backend, problem, dtype, rest)
