@@ -15,7 +15,7 @@ _REGISTER = re.compile(r"%v\d+_v(\d+)")
 _SPILL = re.compile(r"\bvst\S* \[vmem:\[#allocation\d+_spill\]")
 _SCALAR_SPILL = re.compile(r"\bsst\S* \[smem:\[#allocation\d+_spill\]")
 _MATMUL = re.compile(r"\bvmatmul\b")
-_DMA = re.compile(r"(?<!for )%\w+ = dma\.(?:hbm_to_\w+|\w+_to_hbm)\b")
+_DMA = re.compile(r"(?<!for )%\w+ = dma\.(?:hbm_to_\w+|\w+_to_hbm|general)\b")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +30,7 @@ class TpuKernel:
         vmem: bytes of VMEM that it reserves: windows (twice, where they are double-buffered), scratch and the
             compiler's own.
         matmuls: matrix-unit instructions in the code.
-        dmas: copies between HBM and VMEM started in the code.
+        dmas: copies from or to HBM started in the code.
     """
 
     name: str
@@ -45,22 +45,33 @@ class TpuKernel:
 def read_kernels(dump: Path, hlo: str) -> list[TpuKernel]:
     """The Pallas kernels among what libtpu left in `dump`; XLA's own fusions are passed over.
 
+    Kernels that are alike, such as that of K and that of V, are compiled, dumped and listed once.
+
     Raises:
         ValueError: a kernel of the module is not among the dumps.
     """
-    kernels = []
-    for name in sorted(set(_PALLAS.findall(hlo))):
-        texts = []
-        for label in ("original", "final_bundles"):
-            # A kernel that was compiled twice counts as it came out at last: names begin with the time.
-            paths = sorted(
-                p for p in dump.iterdir() if re.fullmatch(rf"\d+-{re.escape(name)}-\d+-{label}\.txt", p.name)
-            )
-            if not paths:
-                raise ValueError(f"libtpu dumped no {label} of {name}")
-            texts.append(paths[-1].read_text())
-        kernels.append(describe(name, *texts))
-    return kernels
+    kernels: dict[str, TpuKernel] = {}
+    names = sorted(set(_PALLAS.findall(hlo)))
+    for name in names:
+        original, bundles = (_last_dump(dump, name, label) for label in ("original", "final_bundles"))
+        if original is not None and bundles is not None:
+            kernels[name] = describe(name, original.read_text(), bundles.read_text())
+    dumped = {_stem(name) for name in kernels}
+    for name in names:
+        if _stem(name) not in dumped:
+            raise ValueError(f"libtpu dumped nothing of {name}")
+    return list(kernels.values())
+
+
+def _stem(name: str) -> str:
+    """A kernel's name without the number that tells it from others of that name."""
+    return re.sub(r"\.\d+$", "", name)
+
+
+def _last_dump(dump: Path, name: str, label: str) -> Path | None:
+    """One pass of one kernel; of one that was compiled twice, as it came out at last: names begin with the time."""
+    wanted = re.compile(rf"\d+-{re.escape(name)}-\d+-{label}\.txt")
+    return max((path for path in dump.iterdir() if wanted.fullmatch(path.name)), default=None)
 
 
 def describe(name: str, original: str, bundles: str) -> TpuKernel:

@@ -24,6 +24,7 @@ POOL_DTYPES = (*FLOATS, *QUANTIZED)
 
 # Query heads, KV heads, head_dim.
 MODELS = {"llama3-8b": (32, 8, 128), "smollm2": (9, 3, 64)}
+POOL_BLOCKS = 2048  # of a model's pool, where its sequences need fewer: a copied pool must stand out
 
 SCALE_BYTES = 4  # float32, one for K and one for V of each token and head of a quantised pool
 INDEX_BYTES = 4  # int32
@@ -45,6 +46,7 @@ class Case:
         block_size: tokens.
         stored_dim: width of a row in the pool, head_dim or the next multiple of 128.
         blocks: how many blocks `copy_blocks`, `gather_blocks` and `scatter_blocks` move.
+        pool_blocks: the pool holds as many at least, whatever the sequences need.
     """
 
     op: str
@@ -58,6 +60,7 @@ class Case:
     block_size: int = 16
     stored_dim: int = 0
     blocks: int = 64
+    pool_blocks: int = 1
 
     def __post_init__(self) -> None:
         if self.op not in OPS:
@@ -86,7 +89,7 @@ class Case:
     @property
     def num_blocks(self) -> int:
         """Of the pool, the null block among them."""
-        return 1 + max(self.seqs * self.blocks_per_seq, 2 * self.blocks)
+        return 1 + max(self.seqs * self.blocks_per_seq, 2 * self.blocks, self.pool_blocks)
 
     @property
     def token_bytes(self) -> int:
@@ -171,7 +174,7 @@ def model_case(model: str, op: str, pool_dtype: str, stored_dim: int) -> Case:
     """The call of `op` that stands for a model at work.
 
     Decoding is 64 sequences of 4,096 tokens; prefill is a chunk of 512 query tokens in each of 4 sequences that have
-    2,048 tokens with it; `flash_attention` is 4 whole prompts of 2,048 tokens; `write_kv` takes 512 tokens.
+    2,048 tokens with it, in a pool of four times as many; `flash_attention` is 4 whole prompts of 2,048 tokens; `write_kv` takes 512 tokens.
     """
     heads, kv_heads, head_dim = MODELS[model]
     seqs, context, queries = {
@@ -179,4 +182,5 @@ def model_case(model: str, op: str, pool_dtype: str, stored_dim: int) -> Case:
         "paged_attention": (4, 2048, 512),
         "flash_attention": (4, 2048, 2048),
     }.get(op, (64, 4096, 8))
-    return Case(op, heads, kv_heads, head_dim, seqs, context, queries, pool_dtype, stored_dim=stored_dim)
+    shape = (op, heads, kv_heads, head_dim, seqs, context, queries, pool_dtype)
+    return Case(*shape, stored_dim=stored_dim, pool_blocks=POOL_BLOCKS)

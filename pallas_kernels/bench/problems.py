@@ -19,18 +19,18 @@ from pallas_kernels.constants import QUANTIZED
 
 def random_pools(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
     """K and V of all blocks, zeros behind head_dim; with scales if quantised."""
-
-    @functools.partial(jax.jit, static_argnums=1)
-    def draw(key: jax.Array, shape: Any) -> jax.Array:
-        if shape.dtype == jnp.int8:
-            return jax.random.randint(key, shape.shape, -127, 128, jnp.int8)
-        values = jax.random.normal(key, shape.shape, jnp.bfloat16 if shape.dtype != jnp.float32 else jnp.float32)
-        if len(shape.shape) == 3:
-            return jnp.abs(values).astype(shape.dtype) / 127
-        return jnp.where(jnp.arange(shape.shape[-1]) < case.head_dim, values, 0).astype(shape.dtype)
-
     keys = jax.random.split(jax.random.key(seed), 4)
-    return tuple(draw(key, shape) for key, shape in zip(keys, case.pools(), strict=False))
+    return tuple(_draw(key, shape, case.head_dim) for key, shape in zip(keys, case.pools(), strict=False))
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2))
+def _draw(key: jax.Array, shape: jax.ShapeDtypeStruct, head_dim: int) -> jax.Array:
+    if shape.dtype == jnp.int8:
+        return jax.random.randint(key, shape.shape, -127, 128, jnp.int8)
+    values = jax.random.normal(key, shape.shape, jnp.bfloat16 if shape.dtype != jnp.float32 else jnp.float32)
+    if len(shape.shape) == 3:
+        return jnp.abs(values).astype(shape.dtype) / 127
+    return jnp.where(jnp.arange(shape.shape[-1]) < head_dim, values, 0).astype(shape.dtype)
 
 
 def random_table(case: Case, seed: int = 0) -> jax.Array:

