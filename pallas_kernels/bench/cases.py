@@ -174,7 +174,8 @@ def model_case(model: str, op: str, pool_dtype: str, stored_dim: int) -> Case:
     """The call of `op` that stands for a model at work.
 
     Decoding is 64 sequences of 4,096 tokens; prefill is a chunk of 512 query tokens in each of 4 sequences that have
-    2,048 tokens with it, in a pool of four times as many; `flash_attention` is 4 whole prompts of 2,048 tokens; `write_kv` takes 512 tokens.
+    2,048 tokens with it, in a pool of four times as many; `flash_attention` is 4 whole prompts of 2,048 tokens;
+    `write_kv` takes 512 tokens.
     """
     heads, kv_heads, head_dim = MODELS[model]
     seqs, context, queries = {
