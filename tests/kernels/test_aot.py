@@ -413,22 +413,34 @@ COPIES = {"triton": "cp.async:", "mosaic_gpu": "cp.async.bulk:", "tpu": "dma:"}
 @pytest.mark.skipif(bool(LACKING), reason=f"{' and '.join(LACKING)} not installed; pip install 'pagedjax[aot]'")
 @pytest.mark.parametrize("model", ["llama3-8b", "smollm2"])
 @pytest.mark.parametrize("chip", ["a100-40gb", "b200", "h100", "h200", "v4", "v5e", "v5p", "v6e", "v7"])
-def test_every_op_compiles(chip, model):
-    for op in OPS:
-        row = compile.compile_row(CHIPS[chip], op, model, "bfloat16")
-        told = (chip, model, op, row["verdict"], row["error"])
-        assert row["verdict"] == "ok", told
-        case = Case(**row["case"])
-        assert row["in_place"] in (True, None), told
-        if op != "flash_attention":
-            assert row["temp_mib"] * 2**20 < traffic.pool_bytes(case) / 4, told  # no pool is copied
-        if row["kernels"]:  # else XLA serves the op there
-            assert row["on_chip_kib"] * 1024 <= CHIPS[chip].fast_memory_bytes, told
-            # A TPU's vector registers spill to VMEM, on the chip: the table counts that.
-            assert row["spills"] == 0 or chip not in OWN, told
-        if op in ATTENTION:
-            assert row["backend"] == OWN.get(chip, "tpu"), told
-            assert any(name in row["tensor_core"] for name in MATRIX.get(chip, "mxu").split()), told
+def test_every_op_compiles(chip, model, tmp_path):
+    target = tmp_path / "rows.json"
+    command = [sys.executable, "-m", "pallas_kernels.aot", "--chips", chip, "--shapes", model, "--json", str(target)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert target.exists(), done.stderr
+    rows = json.loads(target.read_text())["rows"]
+    assert [row["op"] for row in rows] == list(OPS)
+    for row in rows:
+        _check(row)
+
+
+def _check(row: dict[str, Any]) -> None:
+    """What every op must hold on every chip."""
+    chip, op = row["chip"], row["op"]
+    told = tuple(row[name] for name in compile.COLUMNS) + (row["error"],)
+    assert row["verdict"] == "ok", told
+    assert row["in_place"] in (True, None), told
+    if op != "flash_attention":
+        assert row["temp_mib"] * 2**20 < traffic.pool_bytes(Case(**row["case"])) / 4, told  # no pool is copied
+    if row["kernels"]:  # else XLA serves the op there
+        assert row["on_chip_kib"] * 1024 <= CHIPS[chip].fast_memory_bytes, told
+        # A TPU's vector registers spill to VMEM, on the chip: the table counts that.
+        assert row["spills"] == 0 or chip not in OWN, told
+    if op in ATTENTION:
+        assert row["backend"] == OWN.get(chip, "tpu"), told
+        assert any(name in row["tensor_core"] for name in MATRIX.get(chip, "mxu").split()), told
+        # What XLA has put into VMEM beforehand, as it may with contiguous K and V of a small model, is not copied again.
+        if op != "flash_attention" or chip in OWN:
             assert COPIES[row["backend"]] in row["async_copies"], told
-        if op == "paged_decode":
-            assert row["moved/fewest"] <= 1.1 and row["at_512"] <= 1.1, told
+    if op == "paged_decode":
+        assert row["moved/fewest"] <= 1.1 and row["at_512"] <= 1.1, told
