@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.constants import SPLIT, TILE
 from pallas_kernels.merge import merge_partials
@@ -23,8 +23,8 @@ def default_config(head_dim: int, itemsize: int) -> Config:
 
 def paged_decode(
     q: Float[Array, "seqs heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    k_pool: Num[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Num[Array, "blocks kv_heads block_size head_dim"],
     block_tables: Int[Array, "seqs max_blocks"],
     seq_lens: Int[Array, " seqs"],
     *,

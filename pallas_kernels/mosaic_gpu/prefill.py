@@ -7,7 +7,7 @@ from typing import Any
 
 import jax.numpy as jnp
 from jax.experimental import pallas as pl
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.mosaic_gpu import sources
 from pallas_kernels.mosaic_gpu.attend import MAX_CONSUMERS, ROWS, Config, Mask, Work, attend, deepest
@@ -23,8 +23,8 @@ def default_config(query_rows: int, head_dim: int, itemsize: int) -> Config:
 
 def paged_attention(
     q: Float[Array, "tokens heads head_dim"],
-    k_pool: Float[Array, "blocks kv_heads block_size head_dim"],
-    v_pool: Float[Array, "blocks kv_heads block_size head_dim"],
+    k_pool: Num[Array, "blocks kv_heads block_size head_dim"],
+    v_pool: Num[Array, "blocks kv_heads block_size head_dim"],
     block_tables: Int[Array, "seqs max_blocks"],
     seq_lens: Int[Array, " seqs"],
     query_start_loc: Int[Array, " seqs+1"],
