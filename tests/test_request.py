@@ -102,7 +102,7 @@ def test_what_is_no_number_is_shown_on_one_short_line(field: str, value: Any, sa
     ("field", "value", "allowed"),
     [
         ("dtype", "float16", "one of float32, bfloat16"),
-        ("kv_cache_dtype", "int8", "one of auto, float32, bfloat16, float16"),
+        ("kv_cache_dtype", "int4", "one of auto, float32, bfloat16, float16, int8, float8_e4m3fn"),
         ("block_size", 3, "a power of two"),
         ("block_size", 0, "a power of two"),
         ("num_blocks", 0, "None or an integer of at least 1"),

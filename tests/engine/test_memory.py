@@ -126,7 +126,7 @@ def test_a_chip_counts_for_itself_and_a_cpu_as_the_host(monkeypatch: pytest.Monk
 def test_bytes_of_a_block_are_counted_as_stored() -> None:
     rows = 2 * 2 * 2 * 4  # K and V, layers, heads, tokens; each of 16 numbers
 
-    def bytes_per_block(backend: str = "xla", **config: str) -> int:
+    def bytes_per_block(backend: str = "xla", **config: Any) -> int:
         return PoolLayout.of(TINY, EngineConfig(block_size=4, **config), backend).bytes_per_block
 
     assert bytes_per_block() == rows * 16 * 4
