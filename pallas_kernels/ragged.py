@@ -81,14 +81,14 @@ class QueryTiles(NamedTuple):
 
     def pack(
         self, q: Float[Array, "tokens heads head_dim"], kv_heads: int
-    ) -> Float[Array, "tiles kv_heads group*rows head_dim"]:
+    ) -> Float[Array, "tiles kv_heads packed_rows head_dim"]:
         """The queries tile by tile: row `g * rows + r` is query token `r` of the group's head `g`; zeros behind."""
         tokens, valid = self._tokens()
         tiled = jnp.where(valid[..., None, None], q.at[tokens].get(mode="clip"), 0)
         tiled = tiled.reshape(*tokens.shape, kv_heads, -1, q.shape[-1]).transpose(0, 2, 3, 1, 4)
         return tiled.reshape(len(tokens), kv_heads, -1, q.shape[-1])
 
-    def unpack(self, packed: Float[Array, "tiles kv_heads group*rows *width"], into: Array) -> Array:
+    def unpack(self, packed: Float[Array, "tiles kv_heads packed_rows *width"], into: Array) -> Array:
         """`into`, [tokens, heads, ...], with the tokens of all tiles replaced by what the tiles hold."""
         tokens, valid = self._tokens()
         num_tiles, kv_heads, rows, *width = packed.shape

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,10 +16,6 @@ from paged_problem import TOLERANCE, PagedProblem, error, make_problem
 from pallas_kernels import copy_blocks, flash_attention, mosaic_gpu, paged_attention, paged_decode, reference
 from pallas_kernels.mosaic_gpu.attend import Config
 from pallas_kernels.mosaic_gpu.paged_decode import paged_decode as decode_kernel
-
-# XLA's threads on the CPU, read when JAX first computes: a warpgroup that waits holds one, and with as many as the
-# machine has cores, two say, the one that is waited for may get none.
-os.environ.setdefault("NPROC", "16")
 
 PARAMS: Any = getattr(plgpu, "InterpretGPUParams", None)
 interpreted = pytest.mark.skipif(PARAMS is None, reason="JAX below 0.11 cannot interpret Mosaic GPU kernels")
