@@ -439,7 +439,7 @@ def _check(row: dict[str, Any]) -> None:
     if op in ATTENTION:
         assert row["backend"] == OWN.get(chip, "tpu"), told
         assert any(name in row["tensor_core"] for name in MATRIX.get(chip, "mxu").split()), told
-        # What XLA has put into VMEM beforehand, as it may with contiguous K and V of a small model, is not copied again.
+        # What XLA has put into VMEM beforehand, as it may with K and V of a small model, is not copied again.
         if op != "flash_attention" or chip in OWN:
             assert COPIES[row["backend"]] in row["async_copies"], told
     if op == "paged_decode":
