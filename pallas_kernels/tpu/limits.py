@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 from jaxtyping import Array
 
 from pallas_kernels.constants import QUANTIZED
@@ -10,7 +11,7 @@ from pallas_kernels.tpu.config import LANES, MAX_BLOCK_SIZE
 MIN_BLOCK_SIZE = 8  # rows of a tile in memory
 
 
-def unsupported(op: str, *arrays: Array) -> str | None:
+def unsupported(op: str, *arrays: Array | jax.ShapeDtypeStruct) -> str | None:
     """Why an op on these arrays, good ones for other backends, cannot be taken here; None if it can."""
     if op == "copy_blocks":
         return None
@@ -21,7 +22,7 @@ def unsupported(op: str, *arrays: Array) -> str | None:
     return None if op == "flash_attention" else _unsupported_pool(arrays[1])
 
 
-def _unsupported_pool(k_pool: Array) -> str | None:
+def _unsupported_pool(k_pool: Array | jax.ShapeDtypeStruct) -> str | None:
     _, _, block_size, stored_dim = k_pool.shape
     if stored_dim % LANES:
         return (
