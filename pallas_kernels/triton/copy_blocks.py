@@ -34,9 +34,10 @@ class Config:
         check_launch(self.num_warps, 1)
 
 
-def default_config() -> Config:
-    """64 bytes for each thread."""
-    return Config(chunk=8192, num_warps=4)
+def default_config(pool: Array) -> Config:
+    """64 bytes for each thread, 16 where a block has no more than that for four warps."""
+    block_bytes = math.prod(pool.shape[1:]) * pool.dtype.itemsize
+    return Config(chunk=8192, num_warps=4 if block_bytes >= 2048 else 2 if block_bytes >= 1024 else 1)
 
 
 def copy_blocks(
@@ -58,7 +59,7 @@ def _copy(pool: Array, src: Array, dst: Array, interpret: bool, config: Config |
     numbers = math.prod(pool.shape[1:])
     if numbers == 0:
         return pool
-    config = config or tuned(Config, "triton", "copy_blocks", pool) or default_config()
+    config = config or tuned(Config, "triton", "copy_blocks", pool) or default_config(pool)
     chunk = min(config.chunk // pool.dtype.itemsize, pl.next_power_of_2(numbers))
     flat = pool.reshape(len(pool), numbers)
     out = pl.pallas_call(

@@ -52,13 +52,16 @@ class Config:
 
 
 def default_config(q: Array, k: Array) -> Config:
-    """For these arrays: the most rows that leave the registers for them, and no more shared memory than there is."""
-    width = padded_width(q.shape[-1])
-    if product_dtype(q, k) == jnp.float32:
-        rows = 32 if width <= 128 else 16
-    else:
-        rows = min(128, (128 if k.dtype.itemsize > 1 else 64) * 128 // width)
-    return Config(rows, num_warps=8, num_stages=pipeline_stages(width * k.dtype.itemsize))
+    """For these arrays: as many rows as leave registers to spare, and no more shared memory than there is."""
+    width, dtype = padded_width(q.shape[-1]), product_dtype(q, k)
+    row_bytes = width * k.dtype.itemsize
+    if dtype == jnp.float32:
+        rows = 32 if row_bytes <= 256 else 16
+    elif dtype == k.dtype:
+        rows = 128 if row_bytes <= 256 else 64
+    else:  # each warp converts all of K and V that it multiplies with
+        rows = 64 if width == 128 else 32
+    return Config(rows, num_warps=8, num_stages=pipeline_stages(row_bytes))
 
 
 def paged_attention(

@@ -52,10 +52,11 @@ class Config:
 
 
 def default_config(q: Array, k_pool: Array) -> Config:
-    """For these arrays: no more than the registers and the shared memory that there are."""
-    width = padded_width(q.shape[-1])
-    product_bytes = width * product_dtype(q, k_pool).itemsize
-    return Config(num_warps=4 if product_bytes <= 256 else 8, num_stages=pipeline_stages(width * k_pool.dtype.itemsize))
+    """For these arrays: registers to spare, and no more shared memory than there is."""
+    width, dtype = padded_width(q.shape[-1]), product_dtype(q, k_pool)
+    few = 256 if dtype == k_pool.dtype else 128  # bytes of a row; to convert one takes registers
+    num_warps = 4 if width * dtype.itemsize <= few else 8
+    return Config(num_warps, num_stages=pipeline_stages(width * k_pool.dtype.itemsize))
 
 
 def paged_decode(
