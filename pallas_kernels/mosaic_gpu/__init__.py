@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import jax
 from jaxtyping import Array
 
 from pallas_kernels.constants import QUANTIZED
@@ -17,7 +18,7 @@ MIN_BLOCK_SIZE = 8  # rows of a tile of shared memory
 MAX_GROUP = 64  # rows of a wgmma
 
 
-def unsupported(op: str, *arrays: Array) -> str | None:
+def unsupported(op: str, *arrays: Array | jax.ShapeDtypeStruct) -> str | None:
     """Why an op on these arrays, good ones for other backends, cannot be taken here; None if it can."""
     if op == "write_kv":
         return None
@@ -45,7 +46,7 @@ def unsupported(op: str, *arrays: Array) -> str | None:
     return None
 
 
-def _unsupported_pool(pool: Array) -> str | None:
+def _unsupported_pool(pool: Array | jax.ShapeDtypeStruct) -> str | None:
     if box(pool) is not None:
         return None
     size = pool.dtype.itemsize * (pool.size // len(pool))

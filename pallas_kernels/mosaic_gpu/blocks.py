@@ -34,7 +34,7 @@ def write_kv(
     return reference.write_kv(new, pools, slot_mapping)
 
 
-def box(pool: Array) -> tuple[int, int] | None:
+def box(pool: Array | jax.ShapeDtypeStruct) -> tuple[int, int] | None:
     """A block as rows that TMA copies, (rows, columns); None if its bytes do not divide so."""
     count = math.prod(pool.shape[1:])
     run = ALIGNMENT // math.gcd(ALIGNMENT, pool.dtype.itemsize)
