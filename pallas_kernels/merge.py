@@ -9,7 +9,7 @@ from pallas_kernels.constants import MASKED
 
 
 def merge_partials(
-    outs: Float[Array, "..."], lses: Float[Array, "..."]
+    outs: Float[Array, ...], lses: Float[Array, ...]
 ) -> tuple[Float[Array, "... head_dim"], Float[Array, ...]]:
     """Attention over a set of keys out of attention over its parts: splits of the KV axis, or a shared prefix.
 
