@@ -12,6 +12,8 @@ from paged_problem import MIXED, TOLERANCE, error, make_problem
 from pallas_kernels import paged_attention
 
 
+# Interpreters multiply with numpy, which warns of what the masks then take out.
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.jax_matrix
 @pytest.mark.parametrize(("block_size", "garbage"), [(16, np.nan), (128, np.inf)])
 def test_garbage_outside_the_sequences_changes_nothing(backend: Backend, block_size: int, garbage: float) -> None:
