@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import hypothesis
-import jax
 import pytest
 
 from pagedjax.errors import DownloadError
@@ -21,10 +20,9 @@ from pagedjax.models.tokenizer import tokenizer_from_gguf
 
 NAME = "smollm2-135m"
 
-if jax.__version_info__ >= (0, 11):  # the ones that can interpret Mosaic GPU kernels
-    # Before JAX computes for the first time: on a machine of two cores, the interpreter's waiting threads can otherwise
-    # take all of XLA's, so that the one they wait for never runs.
-    os.environ.setdefault("NPROC", "16")
+# Before JAX computes for the first time: on a machine of two cores, the callbacks of Pallas' interpreters can otherwise
+# take all of XLA's threads, and then wait for one for ever.
+os.environ.setdefault("NPROC", "16")
 
 # a shared machine is slow at times, which says nothing about the code
 hypothesis.settings.register_profile("pagedjax", deadline=None)

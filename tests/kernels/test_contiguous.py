@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -100,9 +101,11 @@ def test_parts_merge_to_the_whole(backend: Backend) -> None:
     """A sequence of 200 tokens as its first 128 and the rest, and one that the second part has nothing of."""
     problem = make_problem([200, 90], [1, 1])
     q, k_pool, v_pool, tables, lens, _ = backend.arguments(problem)
-    whole, whole_lse = paged_decode(q, k_pool, v_pool, tables, lens, return_lse=True, **backend.chosen)
+    whole, whole_lse = jax.block_until_ready(
+        paged_decode(q, k_pool, v_pool, tables, lens, return_lse=True, **backend.chosen)
+    )
     parts = [
-        paged_decode(q, k_pool, v_pool, part, part_lens, return_lse=True, **backend.chosen)
+        jax.block_until_ready(paged_decode(q, k_pool, v_pool, part, part_lens, return_lse=True, **backend.chosen))
         for part, part_lens in (
             (tables[:, :8], jnp.minimum(lens, 128)),
             (jnp.pad(tables[:, 8:], ((0, 0), (0, 1))), jnp.maximum(lens - 128, 0)),
