@@ -119,7 +119,7 @@ def test_a_chunk_of_two_agrees_with_two_decodes(backend: Backend) -> None:
 @pytest.mark.jax_matrix
 def test_the_log_sum_exp_is_right(backend: Backend) -> None:
     problem = make_problem(**backend.mixed)
-    _, lse = paged_attention(*backend.arguments(problem), **backend.chosen, return_lse=True)
+    _, lse = jax.block_until_ready(paged_attention(*backend.arguments(problem), **backend.chosen, return_lse=True))
     right = problem.right_lse(backend.dtype)
     np.testing.assert_allclose(lse, right, rtol=0, atol=1e-5 if backend.dtype == "float32" else 2e-3)
     assert lse.dtype == jnp.float32
@@ -159,7 +159,7 @@ def test_works_inside_a_jitted_step_that_is_differently_typed(backend: Backend) 
     problem = make_problem(**backend.mixed)
     q, k_pool, v_pool, *rest = backend.arguments(problem, "bfloat16")
     step = jax.jit(lambda *arrays: paged_attention(*arrays, **backend.chosen) * 2)
-    out = step(q.astype(jnp.float32), k_pool, v_pool, *rest) / 2
+    out = jax.block_until_ready(step(q.astype(jnp.float32), k_pool, v_pool, *rest)) / 2
     assert out.dtype == jnp.float32
     assert error(out, problem.right("bfloat16")) <= TOLERANCE["float32"]
 
@@ -181,5 +181,5 @@ def test_a_pool_stored_wider_than_a_head_gives_the_same(backend: Backend) -> Non
     out = np.asarray(paged_attention(*wide, **backend.chosen))
     assert out.shape == problem.q.shape
     assert error(out, problem.right(backend.dtype)) <= TOLERANCE[backend.dtype]
-    decoded = paged_decode(wide[0][: len(problem.seq_lens)], *wide[1:5], **backend.chosen)
+    decoded = np.asarray(paged_decode(wide[0][: len(problem.seq_lens)], *wide[1:5], **backend.chosen))
     assert decoded.shape[-1] == problem.head_dim
