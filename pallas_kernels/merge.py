@@ -30,12 +30,17 @@ def merge_partials(
             f"outs is {outs.shape} and lses is {lses.shape}; they must be [parts, ..., head_dim] and [parts, ...], "
             "with one part at least"
         )
+    weights, lse = merge_weights(lses)
+    wide = jnp.where((weights > 0)[..., None], outs.astype(jnp.float32), 0)
+    return (wide * weights[..., None]).sum(axis=0).astype(outs.dtype), lse
+
+
+def merge_weights(lses: Float[Array, "parts ..."]) -> tuple[Float[Array, "parts ..."], Float[Array, ...]]:
+    """What each part counts for, exactly 0 for one without keys; and the log-sum-exp of all parts."""
     lses = lses.astype(jnp.float32)
     has_keys = lses > MASKED / 2
     top = jnp.where(has_keys, lses, MASKED).max(axis=0)
     weights = jnp.where(has_keys, jnp.exp(jnp.where(has_keys, lses, 0) - jnp.where(top > MASKED / 2, top, 0)), 0)
     total = weights.sum(axis=0)
-    wide = jnp.where(has_keys[..., None], outs.astype(jnp.float32), 0)
-    out = (wide * weights[..., None]).sum(axis=0) / jnp.where(total > 0, total, 1)[..., None]
-    lse = jnp.where(total > 0, top + jnp.log(jnp.where(total > 0, total, 1)), MASKED)
-    return out.astype(outs.dtype), lse
+    some = jnp.where(total > 0, total, 1)
+    return weights / some, jnp.where(total > 0, top + jnp.log(some), MASKED)

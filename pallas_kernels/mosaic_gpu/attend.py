@@ -99,6 +99,20 @@ class Mask(NamedTuple):
     soft_cap: float | None = None
 
 
+class Split(NamedTuple):
+    """The KV axis in parts at fixed positions, attended to by programs of their own.
+
+    Attributes:
+        parts: how many.
+        tiles: in each.
+        width: how wide a row of a partial result is stored, head_dim or more; what lies behind is not written.
+    """
+
+    parts: int
+    tiles: int
+    width: int
+
+
 class Source(NamedTuple):
     """Where K and V come from.
 
@@ -122,7 +136,7 @@ def attend(
     source: Source,
     mask: Mask,
     config: Config,
-    split: tuple[int, int] | None,
+    split: Split | None,
     interpret: Any,
 ) -> tuple[Array, Array]:
     """Attention of all tiles of queries.
@@ -133,10 +147,10 @@ def attend(
         v: as `k`.
         arrays: what else `source` reads.
         scales: of K and of V, float32 [seqs, kv_heads, positions], if their numbers are of 8 bits; else none.
-        split: how many splits of the KV axis, of how many tiles each; None for one over all of it.
+        split: how the KV axis is split; None for one part over all of it.
 
     Returns:
-        With `split`, float32 partials [splits, items, kv_heads, rows, head_dim], and without, [items, kv_heads,
+        With `split`, float32 partials [parts, items, kv_heads, rows, width], and without, [items, kv_heads,
         rows, head_dim] in the dtype of `q`; and the natural log-sum-exp, float32, [..., rows]. Programs with
         nothing to see write `MASKED` there, and no output.
     """
@@ -145,11 +159,10 @@ def attend(
     consumers, stages = config.consumers, config.stages
     if scales and consumers > 1:
         raise ValueError(f"consumers is {consumers}; it must be 1 for a pool of {k.dtype}")
-    splits, tiles_per_split = split or (1, 0)
     rows_each = min(rows, ROWS)
-    lead = (splits,) if split else ()
+    lead, width = ((split.parts,), split.width) if split else ((), head_dim)
     out_type = (
-        jax.ShapeDtypeStruct((*lead, items, kv_heads, rows, head_dim), jnp.float32 if split else dtype),
+        jax.ShapeDtypeStruct((*lead, items, kv_heads, rows, width), jnp.float32 if split else dtype),
         jax.ShapeDtypeStruct((*lead, items, kv_heads, rows), jnp.float32),
     )
 
@@ -168,8 +181,8 @@ def attend(
             begin = jnp.maximum(first_position + 1 - mask.sliding_window, 0)
         first, last = lax.div(begin, jnp.int32(TILE)), pl.cdiv(end, jnp.int32(TILE))
         if split:
-            first = jnp.maximum(first, part * tiles_per_split)
-            last = jnp.minimum(last, (part + 1) * tiles_per_split)
+            first = jnp.maximum(first, part * split.tiles)
+            last = jnp.minimum(last, (part + 1) * split.tiles)
         steps = last - first
         place = (part, item, head) if split else (item, head)
 
@@ -263,7 +276,8 @@ def attend(
                 my_out[...] = (out / lax.broadcast_in_dim(safe, out.shape, [0])).astype(out_type[0].dtype)
                 my_lse[...] = jnp.where(any_seen, (top + jnp.log2(safe)) / LOG2E, MASKED)
                 plgpu.commit_smem()
-                plgpu.copy_smem_to_gmem(my_out.at[pl.ds(0, rows_each)], out_ref.at[(*place, rows_here)])
+                columns = () if width == head_dim else (pl.ds(0, head_dim),)
+                plgpu.copy_smem_to_gmem(my_out.at[pl.ds(0, rows_each)], out_ref.at[(*place, rows_here, *columns)])
 
             plgpu.commit_smem()
             plgpu.copy_smem_to_gmem(my_lse.at[pl.ds(0, rows_each)], lse_ref.at[(*place, rows_here)])
@@ -290,7 +304,7 @@ def attend(
         body,
         out_type=out_type,
         scratch_types=scratch,
-        grid=(kv_heads, splits, items),
+        grid=(kv_heads, split.parts if split else 1, items),
         grid_names=("head", "split", "item"),
         num_threads=consumers + 1,
         thread_name="warpgroup",

@@ -9,9 +9,9 @@ from jax.experimental import pallas as pl
 from jaxtyping import Array, Float, Int, Num
 
 from pallas_kernels.constants import SPLIT, TILE
-from pallas_kernels.merge import merge_partials
 from pallas_kernels.mosaic_gpu import sources
-from pallas_kernels.mosaic_gpu.attend import Config, Mask, Work, attend, deepest
+from pallas_kernels.mosaic_gpu.attend import Config, Mask, Split, Work, attend, deepest
+from pallas_kernels.mosaic_gpu.merge import merge_splits, padded
 
 ROW_ALIGNMENT = 8  # rows of a tile of shared memory
 
@@ -53,8 +53,13 @@ def paged_decode(
         source=sources.paged(block_size),
         mask=Mask(scale, sliding_window=sliding_window, soft_cap=soft_cap),
         config=config or default_config(head_dim, k_pool.dtype.itemsize),
-        split=(splits, SPLIT // TILE),
+        split=Split(splits, SPLIT // TILE, padded(head_dim)) if splits > 1 else None,
         interpret=interpret,
     )
-    out, lse = merge_partials(out[..., :group, :], lse[..., :group])
-    return out.reshape(q.shape).astype(q.dtype), lse.reshape(seqs, heads)
+    if splits > 1:
+        begin = jnp.zeros_like(seq_lens) if sliding_window is None else jnp.maximum(seq_lens - sliding_window, 0)
+        first, last = begin // SPLIT, pl.cdiv(seq_lens, SPLIT)
+        out, lse = merge_splits(out, lse, first, last, group, q.dtype, interpret)
+    else:
+        out = jnp.where((seq_lens > 0)[:, None, None, None], out, 0)
+    return out[:, :, :group, :head_dim].reshape(q.shape), lse[..., :group].reshape(seqs, heads)
