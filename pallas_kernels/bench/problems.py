@@ -16,10 +16,12 @@ from pallas_kernels.bench.cases import Case
 from pallas_kernels.bench.timing import Call
 from pallas_kernels.constants import QUANTIZED
 
+QUICK = "rbg"  # a generator that compiles in a third of the default one's time
+
 
 def random_pools(case: Case, seed: int = 0) -> tuple[jax.Array, ...]:
     """K and V of all blocks, zeros behind head_dim; with scales if quantised."""
-    keys = jax.random.split(jax.random.key(seed), 4)
+    keys = jax.random.split(jax.random.key(seed, impl=QUICK), 4)
     return tuple(_draw(key, shape, case.head_dim) for key, shape in zip(keys, case.pools(), strict=False))
 
 
@@ -45,7 +47,7 @@ def internal_arguments(case: Case) -> tuple[tuple[Any, ...], dict[str, Any]]:
     pools = random_pools(case)
     q, lens = _queries(case), jnp.full(case.seqs, case.context, jnp.int32)
     if case.op == "flash_attention":
-        k, v = (jax.random.normal(jax.random.key(i), shapes[1].shape, shapes[1].dtype) for i in range(2))
+        k, v = (jax.random.normal(jax.random.key(i, impl=QUICK), shapes[1].shape, shapes[1].dtype) for i in range(2))
         return (q.reshape(shapes[0].shape), k, v, lens), {}
     if case.op == "write_kv":
         new = tuple(jnp.ones(shape.shape, shape.dtype) for shape in shapes[0])
@@ -80,7 +82,7 @@ def calls(case: Case) -> dict[str, Call]:
 
 def _queries(case: Case) -> jax.Array:
     shape = (case.tokens, case.heads, case.head_dim)
-    return jax.random.normal(jax.random.key(7), shape, jnp.dtype(case.dtype))
+    return jax.random.normal(jax.random.key(7, impl=QUICK), shape, jnp.dtype(case.dtype))
 
 
 def _paged_calls(case: Case) -> dict[str, Call]:
@@ -107,7 +109,7 @@ def _paged_calls(case: Case) -> dict[str, Call]:
 def _flash_calls(case: Case) -> dict[str, Call]:
     q = _queries(case).reshape(case.seqs, case.queries, case.heads, case.head_dim)
     shape = (case.seqs, case.context, case.kv_heads, case.head_dim)
-    k, v = (jax.random.normal(jax.random.key(i), shape, jnp.dtype(case.dtype)) for i in range(2))
+    k, v = (jax.random.normal(jax.random.key(i, impl=QUICK), shape, jnp.dtype(case.dtype)) for i in range(2))
     ours = functools.partial(pallas_kernels.flash_attention, q, k, v, causal=True)
     # cuDNN's causal mask begins at the first query and key, ours ends at the last: the same where there are as many.
     return {"ours": ours} | (_cudnn(q, k, v, causal=True) if case.queries == case.context else {})
@@ -173,7 +175,7 @@ def _move_call(case: Case) -> Call:
 
 def _write_step(case: Case) -> Any:
     shape = (2, case.tokens, case.kv_heads, case.head_dim)
-    k, v = jax.random.normal(jax.random.key(3), shape, jnp.dtype(case.dtype))
+    k, v = jax.random.normal(jax.random.key(3, impl=QUICK), shape, jnp.dtype(case.dtype))
     slots = _slots(case)
     names = ("k_scale", "v_scale") if case.pool_dtype in QUANTIZED else ()
 

@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Mapping
 from typing import Any
 
+import jax
 import numpy as np
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.experimental.pallas import tpu as pltpu
-from paged_problem import MIXED, SMALL, PagedProblem
+from paged_problem import MIXED, SMALL, STEPS, PagedProblem
 
-from pallas_kernels import paged_attention, paged_decode
+import pallas_kernels
 
 _MOSAIC_GPU_INTERPRETER: Any = getattr(plgpu, "InterpretGPUParams", None)  # JAX 0.11 or newer
 
@@ -50,6 +52,13 @@ class Backend:
         """The arguments of an op that choose this backend."""
         return {"backend": self.name, "interpret": self.interpret}
 
+    def run(self, op: str, *arrays: Any, **options: Any) -> Any:
+        """An op of `pallas_kernels`, by name, and its results: nothing else may be dispatched while an interpreter
+        computes. Options that are arrays count as arrays. What was compiled once is used again at the same shapes."""
+        static = {name: value for name, value in options.items() if not isinstance(value, jax.Array)}
+        traced = {name: value for name, value in options.items() if name not in static}
+        return jax.block_until_ready(_jitted(self.name, op, tuple(static.items()))(*arrays, **traced))
+
     def stored_dim(self, head_dim: int) -> int:
         """How wide a row of the pool is."""
         return -(-head_dim // self.stored_multiple) * self.stored_multiple
@@ -68,13 +77,20 @@ class Backend:
     ) -> np.ndarray:
         """`paged_attention` of the problem; `rest` is in all slots that are no sequence's."""
         arguments = self.arguments(problem, dtype, rest=rest, max_blocks=max_blocks)
-        return np.asarray(paged_attention(*arguments, **self.chosen, **options))
+        return np.asarray(self.attention_and_lse(*arguments, **options)[0])
+
+    def attention_and_lse(self, *arguments: Any, **options: Any) -> Any:
+        """`paged_attention` and the log-sum-exp, which most tests leave: so they share one program."""
+        return self.run("paged_attention", *arguments, return_lse=True, **options)
 
     def decode(self, problem: PagedProblem, dtype: str | None = None, **options: Any) -> np.ndarray:
         """`paged_decode` of the problem, whose sequences have one query token each."""
         q, *arrays, _ = self.arguments(problem, dtype)
-        return np.asarray(paged_decode(q, *arrays, **self.chosen, **options))
+        return np.asarray(self.run("paged_decode", q, *arrays, return_lse=True, **options)[0])
 
+
+# Of interpreted kernels and the reference: large programs that run a few times.
+QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 
 BACKENDS = {
     backend.name: backend
@@ -97,7 +113,14 @@ BACKENDS = {
             smallest_block=8,
             stored_multiple=128,
             quantized_block=128,
-            mixed=SMALL,
+            mixed=STEPS,
         ),
     )
 }
+
+
+@functools.cache
+def _jitted(backend: str, op: str, options: tuple[tuple[str, Any], ...]) -> Any:
+    chosen = BACKENDS[backend].chosen
+    call = functools.partial(getattr(pallas_kernels, op), **dict(options), **chosen)
+    return jax.jit(call, compiler_options=None if backend == "xla" else QUICK_TO_COMPILE)

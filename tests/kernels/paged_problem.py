@@ -30,6 +30,15 @@ SMALL: dict[str, Any] = {
     "heads": (3, 1),
 }
 
+# For a kernel that takes 256 tokens of the KV axis at a step: decodes and chunks over one and several.
+STEPS: dict[str, Any] = {
+    "seq_lens": (1, 300, 513, 40, 5, 280),
+    "query_lens": (1, 3, 1, 0, 5, 70),
+    "num_seqs": 7,
+    "num_tokens": 90,
+    "heads": (6, 2),
+}
+
 
 @dataclasses.dataclass(frozen=True)
 class PagedProblem:

@@ -13,7 +13,7 @@ import pytest
 from backends import Backend
 from paged_problem import TOLERANCE, PagedProblem, error, make_problem
 
-from pallas_kernels import paged_attention, paged_decode, reference
+from pallas_kernels import paged_attention, reference
 
 DECODES = make_problem([513, 0, 1, 1100, 64], [1] * 5)  # over one, no, three splits of 512 tokens
 
@@ -119,7 +119,7 @@ def test_a_chunk_of_two_agrees_with_two_decodes(backend: Backend) -> None:
 @pytest.mark.jax_matrix
 def test_the_log_sum_exp_is_right(backend: Backend) -> None:
     problem = make_problem(**backend.mixed)
-    _, lse = jax.block_until_ready(paged_attention(*backend.arguments(problem), **backend.chosen, return_lse=True))
+    _, lse = backend.attention_and_lse(*backend.arguments(problem))
     right = problem.right_lse(backend.dtype)
     np.testing.assert_allclose(lse, right, rtol=0, atol=1e-5 if backend.dtype == "float32" else 2e-3)
     assert lse.dtype == jnp.float32
@@ -149,7 +149,7 @@ def test_padding_gives_zeros(backend: Backend) -> None:
     assert not out[sum(problem.query_lens) :].any()
     q, k_pool, v_pool, tables, lens, starts = backend.arguments(problem, rest=np.nan)
     arguments = (q, k_pool, v_pool, tables, jnp.zeros_like(lens), jnp.zeros_like(starts))
-    assert not np.asarray(paged_attention(*arguments, **backend.chosen)).any()
+    assert not np.asarray(backend.attention_and_lse(*arguments)[0]).any()
 
 
 def test_works_inside_a_jitted_step_that_is_differently_typed(backend: Backend) -> None:
@@ -178,8 +178,8 @@ def test_a_pool_stored_wider_than_a_head_gives_the_same(backend: Backend) -> Non
     """Rows of 128 numbers, as TPUs want them, with zeros behind the head's own."""
     problem = make_problem(**backend.mixed)
     wide = problem.arguments(backend.dtype, stored_dim=128)
-    out = np.asarray(paged_attention(*wide, **backend.chosen))
+    out = np.asarray(backend.attention_and_lse(*wide)[0])
     assert out.shape == problem.q.shape
     assert error(out, problem.right(backend.dtype)) <= TOLERANCE[backend.dtype]
-    decoded = np.asarray(paged_decode(wide[0][: len(problem.seq_lens)], *wide[1:5], **backend.chosen))
+    decoded = np.asarray(backend.run("paged_decode", wide[0][: len(problem.seq_lens)], *wide[1:5]))
     assert decoded.shape[-1] == problem.head_dim

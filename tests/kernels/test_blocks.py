@@ -38,13 +38,13 @@ def test_copies_go_where_they_are_told_and_nowhere_else(backend: Backend) -> Non
     """One source to two destinations among them, and two entries of padding."""
     pools = _pools(backend)
     src, dst = [3, 3, 7, 0, 0], [5, 9, 1, 0, 0]
-    out = copy_blocks(pools, jnp.array(src, jnp.int32), jnp.array(dst, jnp.int32), **backend.chosen)
+    out = backend.run("copy_blocks", pools, jnp.array(src, jnp.int32), jnp.array(dst, jnp.int32))
     jax.tree.map(np.testing.assert_array_equal, out, _expected(pools, src, dst))
 
 
 def test_copies_alone_of_padding_change_nothing(backend: Backend) -> None:
     pools = _pools(backend)
-    out = copy_blocks(pools, jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32), **backend.chosen)
+    out = backend.run("copy_blocks", pools, jnp.zeros(3, jnp.int32), jnp.zeros(3, jnp.int32))
     jax.tree.map(np.testing.assert_array_equal, out, pools)
 
 

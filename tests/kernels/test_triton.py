@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from paged_problem import TOLERANCE, error, make_problem
 
-from pallas_kernels import copy_blocks, flash_attention, paged_attention, paged_decode, reference, write_kv
+from pallas_kernels import copy_blocks, paged_decode, reference, write_kv
 from pallas_kernels.dispatch import choose
 from pallas_kernels.triton import copy_blocks as copying
 from pallas_kernels.triton import paged_attention as attending
@@ -147,38 +147,6 @@ def test_rows_of_a_query_tile_need_not_be_a_multiple_of_the_group() -> None:
     assert error(out, problem.right()) <= TOLERANCE["float32"]
     np.testing.assert_allclose(other, out, atol=1e-6)
     np.testing.assert_allclose(other_lse[:58], lse[:58], atol=1e-6)
-
-
-@pytest.mark.jax_matrix
-@pytest.mark.parametrize(("dtype", "pool"), [("float32", "int8"), ("float16", "float8_e4m3fn")])
-def test_quantised_pools_with_garbage_in_scales_that_nobody_sees(dtype: str, pool: str) -> None:
-    problem = make_problem([70, 33], [5, 1], heads=(3, 1), num_tokens=8, block_size=32)
-    q, k, v, *batch = problem.arguments()
-    k_tokens, v_tokens = (x.swapaxes(1, 2).reshape(-1, x.shape[1], x.shape[3]) for x in (k, v))
-    parts = reference.quantize_kv(k_tokens, v_tokens, jnp.dtype(pool))
-    shape = (k.shape[0], k.shape[2], k.shape[1])
-    k, v, *scales = (x.reshape(*shape, *x.shape[2:]).swapaxes(1, 2) for x in parts)
-    unseen = jnp.asarray(problem.pool([np.ones_like(x) for x in problem.keys], np.nan))[..., 0]
-    q = q.astype(dtype)
-    right = reference.paged_attention(
-        q.astype(jnp.float32), k, v, *batch, scale=0.125, k_scale=scales[0], v_scale=scales[1]
-    )[0]
-    dirty = [x * unseen for x in scales]
-    out = paged_attention(q, k, v, *batch, k_scale=dirty[0], v_scale=dirty[1], **TRITON)
-    assert error(out, np.asarray(right, np.float64)) <= TOLERANCE[dtype]
-
-
-@pytest.mark.parametrize("causal", [False, True])
-def test_contiguous_attention_past_a_length(causal: bool) -> None:
-    rng = np.random.default_rng(0)
-    q = jnp.asarray(rng.standard_normal((3, 50, 6, 80)), jnp.float32)
-    k, v = (jnp.asarray(rng.standard_normal((3, 100, 2, 80)), jnp.float32) for _ in range(2))
-    lens = jnp.array([100, 50, 70], jnp.int32)
-    right = reference.standard_attention(q, k, v, lens, causal=causal, scale=0.1, soft_cap=2.0)
-    behind = (jnp.arange(100) >= lens[:, None])[..., None, None]
-    k, v = (jnp.where(behind, jnp.nan, x) for x in (k, v))
-    out = flash_attention(q, k, v, causal=causal, kv_lens=lens, scale=0.1, soft_cap=2.0, **TRITON)
-    assert error(out, np.asarray(right, np.float64)) <= TOLERANCE["float32"]
 
 
 def _aliases(fn: Callable[..., Any], *arrays: Any) -> list[set[int]]:

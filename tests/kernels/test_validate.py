@@ -16,6 +16,12 @@ NAMES = ("q", "k_pool", "v_pool", "block_tables", "seq_lens", "query_start_loc")
 PROBLEM = make_problem([5, 20], [1, 4])  # tables [2, 2] of blocks of 16, 9 blocks in the pool
 
 
+@jax.jit
+@checkify.checkify
+def checked_attention(arguments: dict[str, Any]) -> jax.Array:
+    return paged_attention(**arguments, validate=True, backend="reference")
+
+
 def _changed(name: str, values: Any) -> dict[str, Any]:
     arguments = dict(zip(NAMES, PROBLEM.arguments(), strict=True))
     return {**arguments, name: jnp.asarray(values, jnp.int32)}
@@ -39,17 +45,17 @@ def test_wrong_contents_are_named(name: str, values: Any, message: str) -> None:
     arguments = _changed(name, values)
     with pytest.raises(ValueError, match=message):
         paged_attention(**arguments, validate=True)
-    checked = checkify.checkify(jax.jit(lambda a: paged_attention(**a, validate=True)))
     with pytest.raises(checkify.JaxRuntimeError, match=message):
-        checked(arguments)[0].throw()
+        checked_attention(arguments)[0].throw()
 
 
 def test_right_contents_pass() -> None:
-    q, *arrays, starts = PROBLEM.arguments()
-    out = paged_attention(q, *arrays, starts, validate=True)
-    assert (out == paged_attention(q, *arrays, starts)).all()
-    paged_decode(q[:2], *arrays, validate=True)
-    error, _ = checkify.checkify(jax.jit(lambda *a: paged_attention(*a, validate=True)))(q, *arrays, starts)
+    arguments = _changed("seq_lens", PROBLEM.seq_lens)
+    out = paged_attention(**arguments, validate=True)
+    assert (out == paged_attention(**arguments)).all()
+    decode = {name: arguments[name] for name in NAMES[1:-1]}
+    paged_decode(arguments["q"][:2], **decode, validate=True)
+    error, _ = checked_attention(arguments)
     error.throw()
 
 

@@ -42,7 +42,7 @@ def test_tokens_go_to_their_slots_and_nowhere_else(backend: Backend, dtype: str)
     k, v = _new_tokens(4)
     slots = np.array([17, 16, 5 * BLOCK_SIZE + 3, 2 * BLOCK_SIZE - 1], np.int32)
     before = _pools(6, dtype, backend.stored_dim(HEAD_DIM))
-    after = write_kv(jnp.asarray(k), jnp.asarray(v), *before, jnp.asarray(slots), **backend.chosen)
+    after = backend.run("write_kv", jnp.asarray(k), jnp.asarray(v), *before, jnp.asarray(slots))
     for pool, old, new in zip(after, before, (k, v), strict=True):
         np.testing.assert_array_equal(pool, _written(old, slots, new))
 
@@ -51,7 +51,7 @@ def test_padding_goes_to_the_null_block_and_slots_outside_the_pool_are_dropped(b
     k, v = (jnp.asarray(x) for x in _new_tokens(5))
     before = _pools(3, backend.dtype, backend.stored_dim(HEAD_DIM))
     slots = np.array([0, 0, -1, 3 * BLOCK_SIZE, BLOCK_SIZE], np.int32)
-    after = write_kv(k.at[:2].set(np.nan), v, *before, jnp.asarray(slots), **backend.chosen)
+    after = backend.run("write_kv", k.at[:2].set(np.nan), v, *before, jnp.asarray(slots))
     for pool, old, new in zip(after, before, (k, v), strict=True):
         np.testing.assert_array_equal(pool[1:], _written(old, slots, np.asarray(new))[1:])
 
