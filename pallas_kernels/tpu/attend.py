@@ -21,7 +21,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.config import Config
-from pallas_kernels.tpu.softmax import Softmax, product
+from pallas_kernels.tpu.softmax import Softmax, for_rows, product
 
 
 class Items(NamedTuple):
@@ -227,16 +227,18 @@ def _kernel(
 
         for_each_head(zero)
 
-    def attend_head(i, step, slot):
+    def attend_rows(some, i, step, slot):
+        """A part of one head's queries against the step's keys."""
         multiply = functools.partial(product, q_ref.dtype, k_ref.dtype)
-        row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % config.query_tokens - first_row_ref[item]
+        row = some.start + lax.broadcasted_iota(jnp.int32, (some.size, 1), 0)
+        row = row % config.query_tokens - first_row_ref[item]
         inside = (row >= 0) & (row < num_rows_ref[item])
         query = jnp.where(inside, first_position_ref[item] + row, -1)
-        key = step * step_tokens + lax.broadcasted_iota(jnp.int32, (rows, step_tokens), 1)
+        key = step * step_tokens + lax.broadcasted_iota(jnp.int32, (some.size, step_tokens), 1)
         seen = key <= query
         if sliding_window is not None:
             seen &= key > query - sliding_window
-        scores = multiply(q_ref[0, i], k_ref[slot, i], (1, 1)) * scale
+        scores = multiply(q_ref[0, i, some], k_ref[slot, i], (1, 1)) * scale
         if num_scales:
             scores = scores * _scales(scale_refs[0], slot, head + i)
         if soft_cap is not None:
@@ -247,7 +249,10 @@ def _kernel(
                 weights = jnp.where(seen, weights * _scales(scale_refs[1], slot, head + i), 0)
             return multiply(weights, v_ref[slot, i], (1, 0))
 
-        softmax.at(i).add(scores, seen, weigh)
+        softmax.at(i, some).add(scores, seen, weigh)
+
+    def attend_head(i, step, slot):
+        for_rows(rows, lambda some: attend_rows(some, i, step, slot))
 
     def one_step(step, slot):
         more = step + 1 < last

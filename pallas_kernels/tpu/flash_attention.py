@@ -13,7 +13,7 @@ from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels.tpu.config import LANES, Config, default_config
-from pallas_kernels.tpu.softmax import Softmax, product
+from pallas_kernels.tpu.softmax import Softmax, for_rows, product
 from pallas_kernels.tuning import tuned
 
 KV_TOKENS = 512  # a grid step costs as much as a few hundred tokens
@@ -80,7 +80,7 @@ def flash_attention(
             grid=(batch, kv_heads, q_tiles, kv_tiles),
             in_specs=[q_spec, kv_spec, kv_spec],
             out_specs=q_spec,
-            scratch_shapes=Softmax.scratch((rows,), width),
+            scratch_shapes=[pltpu.VMEM((config.kv_tokens, width), v.dtype), *Softmax.scratch((rows,), width)],
         ),
         out_shape=jax.ShapeDtypeStruct(packed.shape, q.dtype),
         compiler_params=pltpu.CompilerParams(dimension_semantics=("parallel", "parallel", "parallel", "arbitrary")),
@@ -111,6 +111,7 @@ def _kernel(
     k_ref,  # [1, 1, kv_tokens, head_dim]
     v_ref,  # the same
     out_ref,  # as q_ref
+    clean_ref,  # [kv_tokens, head_dim]: V without what nobody sees
     *state,
     config: Config,
     q_len: int,
@@ -127,21 +128,33 @@ def _kernel(
     start = kv_tile * kv_tokens
     pl.when(kv_tile == 0)(softmax.start)
 
-    @pl.when((start < end) & (start + kv_tokens > begin))
-    def _():
-        row = lax.broadcasted_iota(jnp.int32, (rows, 1), 0) % config.query_tokens + q_tile * config.query_tokens
-        last = jnp.minimum(row + kv_len - q_len, kv_len - 1) if causal else jnp.full((rows, 1), kv_len - 1)
-        key = start + lax.broadcasted_iota(jnp.int32, (rows, kv_tokens), 1)
+    def attend_rows(some, values_ref):
+        row = some.start + lax.broadcasted_iota(jnp.int32, (some.size, 1), 0)
+        row = row % config.query_tokens + q_tile * config.query_tokens
+        last = jnp.minimum(row + kv_len - q_len, kv_len - 1) if causal else jnp.full((some.size, 1), kv_len - 1)
+        key = start + lax.broadcasted_iota(jnp.int32, (some.size, kv_tokens), 1)
         seen = key <= last
         if sliding_window is not None:
             seen &= key > last - sliding_window
         multiply = functools.partial(product, q_ref.dtype, k_ref.dtype)
-        scores = multiply(q_ref[0, 0, 0], k_ref[0, 0], (1, 1)) * scale
+        scores = multiply(q_ref[0, 0, 0, some], k_ref[0, 0], (1, 1)) * scale
         if soft_cap is not None:
             scores = soft_cap * jnp.tanh(scores / soft_cap)
+        softmax.at(some).add(scores, seen, lambda weights: multiply(weights, values_ref[...], (1, 0)))
+
+    def attend(values_ref):
+        for_rows(rows, lambda some: attend_rows(some, values_ref))
+
+    partly = (start < begin) | (start + kv_tokens > end)
+
+    @pl.when((start < end) & (start + kv_tokens > begin) & partly)
+    def _():
         position = start + lax.broadcasted_iota(jnp.int32, (kv_tokens, 1), 0)
         values = jnp.where((position >= begin) & (position < end), v_ref[0, 0].astype(jnp.float32), 0)
-        softmax.add(scores, seen, lambda weights: multiply(weights, values.astype(v_ref.dtype), (1, 0)))
+        clean_ref[...] = values.astype(v_ref.dtype)  # 0 x NaN is NaN
+        attend(clean_ref)
+
+    pl.when((start < end) & jnp.logical_not(partly))(lambda: attend(v_ref.at[0, 0]))
 
     @pl.when(kv_tile == pl.num_programs(3) - 1)
     def _():

@@ -7,11 +7,31 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from jaxtyping import Array, Bool, Float
 
 from pallas_kernels.constants import MASKED, QUANTIZED
 from pallas_kernels.tpu.config import LANES
+
+ROWS = 128  # of scores against 256 keys, at most, that are worked on at a time: more do not fit into the registers
+_ALIGNMENT = 16  # rows that a register of 16-bit numbers holds
+
+
+def for_rows(rows: int, act: Callable[[Any], None]) -> None:
+    """`act(slice)` for all rows, part by part, so that what is computed of one part is all that is alive."""
+    part = rows
+    if rows > ROWS:
+        part = max((size for size in range(_ALIGNMENT, ROWS + 1, _ALIGNMENT) if rows % size == 0), default=rows)
+    if part == rows:
+        act(pl.ds(0, rows))
+        return
+
+    def one_part(i, _):
+        act(pl.ds(pl.multiple_of(i * part, part), part))
+        return 0
+
+    lax.fori_loop(0, rows // part, one_part, 0)
 
 
 class Softmax(NamedTuple):
@@ -32,9 +52,9 @@ class Softmax(NamedTuple):
         """Vector memory for the state of `shape` = (..., rows)."""
         return [pltpu.VMEM((*shape, width), jnp.float32) for width in (LANES, LANES, head_dim)]
 
-    def at(self, i: Any) -> Softmax:
-        """One of several tiles."""
-        return Softmax(*(ref.at[i] for ref in self))
+    def at(self, *index: Any) -> Softmax:
+        """One of several tiles, or some of a tile's rows."""
+        return Softmax(*(ref.at[index] for ref in self))
 
     def start(self) -> None:
         """No score yet."""
