@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Real
 
 from pallas_kernels import checks, reference, xla
-from pallas_kernels.dispatch import PALLAS, Interpret, choose, load
+from pallas_kernels.dispatch import PALLAS, Interpret, choose, kernel
 from pallas_kernels.validate import validate_batch
 
 Lse = Float[Array, "queries heads"]
@@ -67,6 +67,7 @@ def paged_decode(
     Raises:
         ValueError: an argument of the wrong shape, dtype or value, or a backend that cannot run here.
     """
+    checks.flags(return_lse=return_lse, validate=validate)
     checks.attention(q, k_pool, v_pool, block_tables, seq_lens, k_scale, v_scale)
     checks.one_query_a_sequence(q, block_tables)
     options = checks.options(q, scale, sliding_window, soft_cap)
@@ -115,6 +116,7 @@ def paged_attention(
     Raises:
         ValueError: an argument of the wrong shape, dtype or value, or a backend that cannot run here.
     """
+    checks.flags(return_lse=return_lse, validate=validate)
     checks.attention(q, k_pool, v_pool, block_tables, seq_lens, k_scale, v_scale)
     checks.query_start_loc(query_start_loc, block_tables)
     options = checks.options(q, scale, sliding_window, soft_cap)
@@ -151,7 +153,7 @@ def _paged_attention(
 def _kernel(op: str, backend: str, interpret: Interpret) -> Any:
     """The function of one backend: same arguments for all, returns the attention and its log-sum-exp."""
     if backend in PALLAS:
-        return functools.partial(getattr(load(backend), op), interpret=interpret)
+        return functools.partial(kernel(backend, op), interpret=interpret)
     return getattr({"reference": reference, "xla": xla}[backend], op)
 
 

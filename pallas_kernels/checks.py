@@ -2,13 +2,31 @@
 
 from __future__ import annotations
 
-import math
+import numbers
 from typing import Any
 
 import jax
+import numpy as np
 from jaxtyping import Array
 
 from pallas_kernels.constants import FLOATS, QUANTIZED
+
+_LARGEST = float(np.finfo(np.float32).max)
+_LARGEST_WINDOW = 2**31 - 1
+
+
+def arrays(**given: Any) -> None:
+    """By the names of the arguments."""
+    for name, value in given.items():
+        if not (hasattr(value, "shape") and hasattr(value, "dtype")):
+            raise ValueError(f"{name} is {_short(value)}; it must be an array")
+
+
+def flags(**given: Any) -> None:
+    """By the names of the arguments."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise ValueError(f"{name} is {_short(value)}; it must be True or False")
 
 
 def attention(
@@ -21,6 +39,7 @@ def attention(
     v_scale: Array | None = None,
 ) -> None:
     """Shapes and dtypes that `paged_decode` and `paged_attention` have in common."""
+    arrays(q=q, block_tables=block_tables, seq_lens=seq_lens)
     pools(k_pool, v_pool, k_scale, v_scale)
     _rank("q", q, "[tokens or seqs, heads, head_dim]")
     _dtype("q", q, FLOATS)
@@ -38,7 +57,9 @@ def attention(
 
 def pools(k_pool: Array, v_pool: Array, k_scale: Array | None = None, v_scale: Array | None = None) -> None:
     """Shapes and dtypes of the two pools and their scales."""
-    _rank("k_pool", k_pool, "[blocks, kv_heads, block_size, head_dim]")
+    scales = {name: scale for name, scale in (("k_scale", k_scale), ("v_scale", v_scale)) if scale is not None}
+    arrays(k_pool=k_pool, v_pool=v_pool, **scales)
+    _rank("k_pool", k_pool, "[blocks, kv_heads, block_size, stored_dim]")
     _dtype("k_pool", k_pool, (*FLOATS, *QUANTIZED))
     if v_pool.shape != k_pool.shape or v_pool.dtype != k_pool.dtype:
         raise ValueError(
@@ -75,6 +96,7 @@ def one_query_a_sequence(q: Array, block_tables: Array) -> None:
 
 def query_start_loc(starts: Array, block_tables: Array) -> None:
     """Of `paged_attention`."""
+    arrays(query_start_loc=starts)
     expected = (block_tables.shape[0] + 1,)
     _shape("query_start_loc", starts, expected, "one more than there are rows of block_tables")
     _dtype("query_start_loc", starts, ("int32",))
@@ -82,6 +104,7 @@ def query_start_loc(starts: Array, block_tables: Array) -> None:
 
 def new_kv(k: Array, v: Array, k_pool: Array, slot_mapping: Array) -> None:
     """The new tokens of `write_kv`."""
+    arrays(k=k, v=v, slot_mapping=slot_mapping)
     _, kv_heads, _, stored_dim = k_pool.shape
     for name, new in (("k", k), ("v", v)):
         _rank(name, new, "[tokens, kv_heads, head_dim]")
@@ -97,7 +120,9 @@ def pool_tree(tree: Any) -> int:
     leaves = jax.tree.leaves(tree)
     if not leaves:
         raise ValueError("pools is a pytree without an array; there must be one at least")
-    if any(leaf.ndim < 1 for leaf in leaves):
+    for leaf in leaves:
+        arrays(**{"an array of pools": leaf})
+    if any(len(leaf.shape) < 1 for leaf in leaves):
         raise ValueError("pools holds a scalar; the first axis of every array must be the block")
     counts = sorted({leaf.shape[0] for leaf in leaves})
     if len(counts) > 1 or counts[0] == 0:
@@ -107,6 +132,7 @@ def pool_tree(tree: Any) -> int:
 
 def block_ids(name: str, ids: Array, like: Array | None = None) -> None:
     """A list of blocks."""
+    arrays(**{name: ids})
     _rank(name, ids, "[blocks]")
     _dtype(name, ids, ("int32",))
     if like is not None:
@@ -118,12 +144,15 @@ def swapped_blocks(tree: Any, ids: Array, blocks: Any) -> None:
     if jax.tree.structure(tree) != jax.tree.structure(blocks):
         raise ValueError("blocks is a pytree of another structure than pools; they must be alike")
     for pool, new in zip(jax.tree.leaves(tree), jax.tree.leaves(blocks), strict=True):
+        arrays(**{"an array of blocks": new})
         _shape("an array of blocks", new, (*ids.shape, *pool.shape[1:]), "as many blocks as ids, shaped as in the pool")
         _dtype("an array of blocks", new, (str(pool.dtype),))
 
 
 def contiguous(q: Array, k: Array, v: Array, kv_lens: Array | None, causal: bool, sliding_window: Any) -> None:
     """The arrays of `flash_attention` and `standard_attention`."""
+    arrays(q=q, k=k, v=v, **({} if kv_lens is None else {"kv_lens": kv_lens}))
+    flags(causal=causal)
     for name, array in (("q", q), ("k", k), ("v", v)):
         _rank(name, array, "[batch, tokens, heads, head_dim]")
         _dtype(name, array, FLOATS)
@@ -147,14 +176,18 @@ def options(q: Array, scale: Any, sliding_window: Any, soft_cap: Any) -> dict[st
     """The options as the backends take them."""
     scale = q.shape[-1] ** -0.5 if scale is None else scale
     if not _is_number(scale):
-        raise ValueError(f"scale is {scale!r}; it must be a finite number, or None for head_dim ** -0.5")
-    if sliding_window is not None and (type(sliding_window) is not int or sliding_window < 1):
-        raise ValueError(f"sliding_window is {sliding_window!r}; it must be an integer >= 1 (tokens) or None")
+        raise ValueError(
+            f"scale is {scale!r}; it must be a finite number, in float32 too, or None for head_dim ** -0.5"
+        )
+    if sliding_window is not None and not (_is_integer(sliding_window) and 1 <= sliding_window <= _LARGEST_WINDOW):
+        raise ValueError(
+            f"sliding_window is {sliding_window!r}; it must be an integer >= 1 (tokens) and below 2**31, or None"
+        )
     if soft_cap is not None and (not _is_number(soft_cap) or soft_cap <= 0):
-        raise ValueError(f"soft_cap is {soft_cap!r}; it must be a finite number above 0, or None")
+        raise ValueError(f"soft_cap is {soft_cap!r}; it must be a finite number above 0, in float32 too, or None")
     return {
         "scale": float(scale),
-        "sliding_window": sliding_window,
+        "sliding_window": None if sliding_window is None else int(sliding_window),
         "soft_cap": None if soft_cap is None else float(soft_cap),
     }
 
@@ -173,7 +206,17 @@ def _heads(name: str, heads: int, kv_heads: int, of: str) -> None:
 
 
 def _is_number(x: Any) -> bool:
-    return isinstance(x, int | float) and not isinstance(x, bool) and math.isfinite(x)
+    # a numpy scalar is one too; NaN is at most nothing
+    return isinstance(x, numbers.Real) and not isinstance(x, bool) and abs(float(x)) <= _LARGEST
+
+
+def _is_integer(x: Any) -> bool:
+    return isinstance(x, numbers.Integral) and not isinstance(x, bool)
+
+
+def _short(x: Any) -> str:
+    text = repr(x)
+    return text if len(text) <= 60 else text[:57] + "..."
 
 
 def _rank(name: str, array: Array, axes: str) -> None:

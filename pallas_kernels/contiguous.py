@@ -9,7 +9,7 @@ import jax
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, reference, xla
-from pallas_kernels.dispatch import PALLAS, Interpret, choose, load
+from pallas_kernels.dispatch import PALLAS, Interpret, choose, kernel
 
 
 def flash_attention(
@@ -77,7 +77,7 @@ _STATIC = ("causal", "scale", "sliding_window", "soft_cap")
 @functools.partial(jax.jit, static_argnames=(*_STATIC, "backend", "interpret"))
 def _flash_attention(q: Array, k: Array, v: Array, kv_lens: Any, *, backend: str, interpret: Interpret, **options):
     if backend in PALLAS:
-        return load(backend).flash_attention(q, k, v, kv_lens, **options, interpret=interpret)
+        return kernel(backend, "flash_attention")(q, k, v, kv_lens, **options, interpret=interpret)
     if backend == "reference":
         return reference.standard_attention(q, k, v, kv_lens, **options)
     return xla.flash_attention(q, k, v, kv_lens, **options)

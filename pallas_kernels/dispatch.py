@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
+from collections.abc import Callable
 from types import ModuleType
 from typing import Any
 
 import jax
 
 BACKENDS = ("auto", "reference", "xla", "triton", "mosaic_gpu", "tpu")
+_PLATFORMS = ("cpu", "gpu", "cuda", "rocm", "tpu")
 PALLAS = ("triton", "mosaic_gpu", "tpu")
 Interpret = Any  # False; True; or a Pallas backend's own interpreter parameters, such as pltpu.InterpretParams()
 
@@ -33,6 +36,13 @@ def resolve_backend(
     """
     if backend not in BACKENDS:
         raise ValueError(f"backend is {backend!r}; it must be one of {', '.join(BACKENDS)}")
+    if not isinstance(interpret, bool) and not type(interpret).__module__.startswith("jax"):
+        raise ValueError(
+            f"interpret is {interpret!r}; it must be True, False, or parameters of the backend's interpreter, such as "
+            "pltpu.InterpretParams()"
+        )
+    if platform not in (None, *_PLATFORMS):
+        raise ValueError(f"platform is {platform!r}; it must be one of {', '.join(_PLATFORMS)}")
     if interpret:
         if backend not in ("auto", *PALLAS):
             raise ValueError(
@@ -90,6 +100,18 @@ def load(backend: str) -> ModuleType:
     return importlib.import_module(f"pallas_kernels.{backend}")
 
 
+def kernel(backend: str, op: str) -> Callable[..., Any]:
+    """An op of a Pallas backend. Kernels count in 32 bits, whatever `jax_enable_x64` says."""
+    function = getattr(load(backend), op)
+
+    @functools.wraps(function)
+    def call(*args: Any, **options: Any) -> Any:
+        with jax.enable_x64(False):
+            return function(*args, **options)
+
+    return call
+
+
 _CANDIDATES = {"gpu": ("mosaic_gpu", "triton"), "tpu": ("tpu",)}  # the first that fits is taken
 _REASONS = {
     "mosaic_gpu": "an NVIDIA GPU of compute capability 9.0",
@@ -103,7 +125,11 @@ def _obstacle(name: str, platform: str, compute_capability: str | None) -> str |
     if platform != ("tpu" if name == "tpu" else "gpu"):
         return f"there is no {name} kernel for the platform {platform}"
     if name != "tpu":
-        capability = compute_capability or str(jax.devices()[0].compute_capability)
+        capability = compute_capability or str(getattr(jax.devices()[0], "compute_capability", None))
+        if capability == "None":
+            return (
+                f"compute_capability is not given, and there is no GPU here to ask for it: the {name} kernels need it"
+            )
         try:
             version = float(capability)
         except ValueError:  # an AMD GPU: "gfx90a"

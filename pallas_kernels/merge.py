@@ -5,7 +5,8 @@ from __future__ import annotations
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from pallas_kernels.constants import MASKED
+from pallas_kernels import checks
+from pallas_kernels.constants import FLOATS, MASKED
 
 
 def merge_partials(
@@ -23,8 +24,12 @@ def merge_partials(
         is `MASKED` there.
 
     Raises:
-        ValueError: shapes that do not fit.
+        ValueError: shapes or dtypes that do not fit.
     """
+    checks.arrays(outs=outs, lses=lses)
+    for name, array, allowed in (("outs", outs, FLOATS), ("lses", lses, ("float32",))):
+        if str(array.dtype) not in allowed:
+            raise ValueError(f"{name} is {array.dtype}; it must be {' or '.join(allowed)}")
     if outs.ndim < 1 or outs.shape[:-1] != lses.shape or 0 in lses.shape[:1] or not lses.ndim:
         raise ValueError(
             f"outs is {outs.shape} and lses is {lses.shape}; they must be [parts, ..., head_dim] and [parts, ...], "

@@ -56,10 +56,10 @@ _GRIDS: dict[str, Grid] = {
 
 def grid_axis(text: str) -> tuple[str, list[Any]]:
     """One axis of the grid, `name=value,value`."""
-    name, _, values = text.partition("=")
-    if name == "model":
+    name, equals, values = text.partition("=")
+    if name == "model" and equals:
         return name, names("model", MODELS)(values)
-    if name not in _GRIDS["cpu"]:
+    if name not in _GRIDS["cpu"] or not equals:
         allowed = ", ".join(("model", *_GRIDS["cpu"]))
         raise argparse.ArgumentTypeError(f"{text!r} is no axis of the grid; allowed: NAME=VALUE,... of {allowed}")
     given = values.split(",")

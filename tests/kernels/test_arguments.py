@@ -56,6 +56,17 @@ def _arguments(**changes: Any) -> dict[str, Any]:
         ({"scale": float("nan")}, r"scale is nan; it must be a finite number"),
         ({"sliding_window": 0}, r"sliding_window is 0; it must be an integer >= 1"),
         ({"sliding_window": 2.5}, r"sliding_window is 2.5; it must be an integer >= 1"),
+        ({"sliding_window": 2**31}, r"sliding_window is 2147483648; it must be .* below 2\*\*31"),
+        ({"sliding_window": True}, r"sliding_window is True; it must be an integer >= 1"),
+        ({"scale": 1e39}, r"scale is 1e\+39; it must be a finite number, in float32 too"),
+        ({"soft_cap": 1e39}, r"soft_cap is 1e\+39; it must be a finite number above 0, in float32 too"),
+        ({"q": None}, r"q is None; it must be an array"),
+        ({"seq_lens": [5, 20]}, r"seq_lens is \[5, 20\]; it must be an array"),
+        ({"k_scale": 1.0}, r"k_scale is 1.0; it must be an array"),
+        ({"validate": "no"}, r"validate is 'no'; it must be True or False"),
+        ({"return_lse": 2}, r"return_lse is 2; it must be True or False"),
+        ({"interpret": "no"}, r"interpret is 'no'; it must be True, False, or parameters of the backend's interpreter"),
+        ({"interpret": {}}, r"interpret is \{\}; it must be True, False, or"),
         ({"soft_cap": 0.0}, r"soft_cap is 0.0; it must be a finite number above 0"),
         ({"soft_cap": -1.0}, r"soft_cap is -1.0; it must be a finite number above 0"),
         ({"backend": "cuda"}, r"backend is 'cuda'; it must be one of auto, reference, xla, triton, mosaic_gpu, tpu"),
@@ -64,6 +75,30 @@ def _arguments(**changes: Any) -> dict[str, Any]:
 def test_wrong_arguments_of_paged_attention(changes: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         paged_attention(**_arguments(**changes))
+
+
+def test_numpy_scalars_are_numbers() -> None:
+    options: dict[str, Any] = {"scale": 0.5, "sliding_window": 4, "soft_cap": 3.0}
+    same = {"scale": np.float32(0.5), "sliding_window": np.int64(4), "soft_cap": np.float64(3)}
+    out, other = (paged_attention(**_arguments(), **x, backend="reference") for x in (options, same))
+    np.testing.assert_array_equal(out, other)
+
+
+def test_numpy_arrays_are_arrays() -> None:
+    new, pool = np.ones((4, 3, 64), np.float32), np.zeros((9, 3, 16, 64), np.float32)
+    k_pool, _ = write_kv(new, new, pool, pool, np.arange(16, 20, dtype=np.int32))
+    assert float(k_pool.sum()) == new.sum()
+
+
+@pytest.mark.parametrize("backend", ["xla", "triton"])
+def test_kernels_count_in_32_bits(backend: str) -> None:
+    """A user may have enabled 64 bits for all of JAX."""
+    arguments = _arguments(backend=backend, interpret=backend == "triton")
+    expected = np.asarray(paged_attention(**arguments))
+    with jax.enable_x64(True):
+        out = paged_attention(**arguments)
+    assert out.dtype == jnp.float32
+    np.testing.assert_array_equal(out, expected)
 
 
 def test_paged_decode_takes_one_query_a_sequence() -> None:
@@ -127,6 +162,13 @@ def test_backend_and_reason(backend: str, chip: dict[str, Any], expected: tuple[
 def test_a_chip_that_is_too_old_or_another_is_refused(backend: str, chip: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=f"backend is '{backend}', but {message}"):
         resolve_backend(backend, **chip)
+
+
+def test_a_chip_that_is_not_known_is_named() -> None:
+    with pytest.raises(ValueError, match="platform is 'quantum'; it must be one of cpu, gpu"):
+        resolve_backend(platform="quantum")
+    name, reason = resolve_backend(platform="gpu")
+    assert name == "xla" and "compute_capability is not given, and there is no GPU here to ask" in reason
 
 
 def test_auto_takes_the_next_backend_where_the_first_does_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:

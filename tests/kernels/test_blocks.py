@@ -48,6 +48,20 @@ def test_copies_alone_of_padding_change_nothing(backend: Backend) -> None:
     jax.tree.map(np.testing.assert_array_equal, out, pools)
 
 
+def test_ids_outside_the_pool_name_nothing(backend: Backend) -> None:
+    pools = _pools(backend)
+    src, dst = [3, -1, 7, BLOCKS, 4], [-1, 5, BLOCKS, 6, 9]
+    out = backend.run("copy_blocks", pools, jnp.array(src, jnp.int32), jnp.array(dst, jnp.int32))
+    jax.tree.map(np.testing.assert_array_equal, out, _expected(pools, [4], [9]))
+
+
+def test_swaps_outside_the_pool_read_the_null_block_and_write_nothing() -> None:
+    pools, ids = _pools(Backend("xla")), jnp.array([-1, BLOCKS, 3], jnp.int32)
+    blocks = gather_blocks(pools, ids)
+    jax.tree.map(lambda block, pool: np.testing.assert_array_equal(block, pool[jnp.array([0, 0, 3])]), blocks, pools)
+    jax.tree.map(np.testing.assert_array_equal, scatter_blocks(pools, ids, blocks), pools)
+
+
 @pytest.mark.jax_matrix
 def test_blocks_that_are_swapped_out_and_in_come_back() -> None:
     pools = _pools(Backend("xla"))

@@ -84,6 +84,8 @@ def test_flash_attention_of_one_query_is_a_decode() -> None:
         ({"sliding_window": 3}, "sliding_window is 3 without causal"),
         ({"sliding_window": 0, "causal": True}, "sliding_window is 0; it must be an integer >= 1"),
         ({"soft_cap": 0}, "soft_cap is 0; it must be a finite number above 0"),
+        ({"causal": "no"}, "causal is 'no'; it must be True or False"),
+        ({"kv_lens": [1, 2]}, r"kv_lens is \[1, 2\]; it must be an array"),
         ({"kv_lens": jnp.zeros(3, jnp.int32)}, r"kv_lens is \(3,\); it must be \(2,\)"),
         ({"k": jnp.zeros((2, 0, 2, 64)), "v": jnp.zeros((2, 0, 2, 64))}, "no axis may be empty"),
     ],
@@ -133,3 +135,7 @@ def test_parts_that_do_not_fit_are_named() -> None:
         merge_partials(jnp.zeros((2, 3, 4)), jnp.zeros((3, 2)))
     with pytest.raises(ValueError, match="with one part at least"):
         merge_partials(jnp.zeros((0, 3, 4)), jnp.zeros((0, 3)))
+    with pytest.raises(ValueError, match="outs is int32; it must be float32 or"):
+        merge_partials(jnp.zeros((2, 3, 4), jnp.int32), jnp.zeros((2, 3)))
+    with pytest.raises(ValueError, match="lses is bfloat16; it must be float32"):
+        merge_partials(jnp.zeros((2, 3, 4)), jnp.zeros((2, 3), jnp.bfloat16))

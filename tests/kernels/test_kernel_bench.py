@@ -143,6 +143,7 @@ def test_the_command_prints_and_writes(tmp_path, capsys, monkeypatch):
     [
         (["--op", "decode"], "'decode' is no op; allowed: paged_decode"),
         (["--grid", "batch=0"], "'0' is no batch; allowed: integers >= 1"),
+        (["--grid", "batch"], "'batch' is no axis of the grid; allowed: NAME=VALUE"),
         (["--grid", "heads=8"], "'heads=8' is no axis of the grid; allowed: NAME=VALUE,... of model, batch"),
         (["--grid", "model=gpt"], "'gpt' is no model; allowed: llama3-8b, smollm2"),
         (["--grid", "block_size=12"], "12 is no block_size; allowed: powers of two"),
