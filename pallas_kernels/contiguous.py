@@ -6,6 +6,7 @@ import functools
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from pallas_kernels import checks, reference, xla
@@ -33,7 +34,8 @@ def flash_attention(
         k: K of all tokens.
         v: V of all tokens.
         causal: a query sees no later token; the queries are the last `q_len` of a sequence's tokens.
-        kv_lens: int32, how many tokens of K and V a sequence has, `q_len` or more with `causal`; None is all.
+        kv_lens: int32, how many tokens of K and V a sequence has; None is all, as is a number above `kv_len`. With
+            `causal`, the first queries of a sequence of fewer than `q_len` tokens see none.
         scale: of the scores; head_dim ** -0.5 by default.
         sliding_window: how many tokens back a query sees, itself included, with `causal` alone; None is all.
         soft_cap: scores become soft_cap * tanh(scores / soft_cap).
@@ -48,7 +50,7 @@ def flash_attention(
     checks.contiguous(q, k, v, kv_lens, causal, sliding_window)
     options = checks.options(q, scale, sliding_window, soft_cap)
     name = choose("flash_attention", backend, interpret, q, k)
-    return _flash_attention(q, k, v, kv_lens, causal=causal, backend=name, interpret=interpret, **options)
+    return _flash_attention(q, k, v, _within(kv_lens, k), causal=causal, backend=name, interpret=interpret, **options)
 
 
 def standard_attention(
@@ -68,7 +70,12 @@ def standard_attention(
     """
     checks.contiguous(q, k, v, kv_lens, causal, sliding_window)
     options = checks.options(q, scale, sliding_window, soft_cap)
-    return _standard_attention(q, k, v, kv_lens, causal=causal, **options)
+    return _standard_attention(q, k, v, _within(kv_lens, k), causal=causal, **options)
+
+
+def _within(kv_lens: Array | None, k: Array) -> Array | None:
+    """The same number for all backends, whatever was given."""
+    return None if kv_lens is None else jnp.clip(kv_lens, 0, k.shape[1])
 
 
 _STATIC = ("causal", "scale", "sliding_window", "soft_cap")
