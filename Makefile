@@ -2,6 +2,7 @@
 #
 #   make demo                                   the bundled model answers several prompts out of one paged pool
 #   make test [MARK=jax_matrix] [ARGS="-k pool"]
+#   make test MARK=aot                          compiles the kernels for GPUs and TPUs that are not here
 #   make lint
 #   make bench [ARGS="--against transformers"]
 #
@@ -9,6 +10,7 @@
 #   TORCH=1 or 0        with torch or without; by default, with it where pip would take a build for the CPU
 #   JOBS=2              test processes
 
+comma := ,
 PYTHON ?= python3
 TORCH ?= auto
 JOBS ?= 2
@@ -16,7 +18,8 @@ MARK ?=
 ARGS ?=
 
 PYTHON_VERSION := $(shell $(PYTHON) -c 'import sys; print("%d.%d" % sys.version_info[:2])')
-VENV := $(if $(filter file default,$(origin PYTHON)),.venv,.venv-$(PYTHON_VERSION))
+VENV := $(if $(filter file default,$(origin PYTHON)),.venv,.venv-$(PYTHON_VERSION))$(if $(filter aot,$(MARK)),-aot)
+EXTRAS := test$(if $(filter aot,$(MARK)),$(comma)aot)
 STAMP := $(VENV)/.installed-$(PYTHON_VERSION)
 TORCH_STAMP := $(VENV)/.torch-$(TORCH)
 TORCH_SPEC := $(shell sed -n 's/^torch = \["\(.*\)"\]$$/\1/p' pyproject.toml)
@@ -44,7 +47,7 @@ $(STAMP): pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "pagedjax needs Python 3.11 or newer; this is %s: choose one with PYTHON=" % sys.version.split()[0])'
 	@echo "making $(VENV) with Python $(PYTHON_VERSION) (a few minutes)"
 	@test -e $@ || $(PYTHON) -m venv --clear $(VENV)
-	@$(PIP) install --editable '.[test]'
+	@$(PIP) install --editable '.[$(EXTRAS)]'
 	@rm -f $(VENV)/.torch-*
 	@touch $@
 

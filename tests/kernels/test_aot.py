@@ -404,13 +404,12 @@ def test_every_gpu_can_be_described_to_xla():
 
 # What follows compiles: minutes for each chip.
 
-LACKING = compile.missing(list(CHIPS.values()))
 OWN = {"a100-40gb": "triton", "h100": "mosaic_gpu", "h200": "mosaic_gpu", "b200": "triton"}
 MATRIX = {"a100-40gb": "mma.sync", "h100": "wgmma", "h200": "wgmma", "b200": "mma.sync tcgen05"}
 COPIES = {"triton": "cp.async:", "mosaic_gpu": "cp.async.bulk:", "tpu": "dma:"}
 
 
-@pytest.mark.skipif(bool(LACKING), reason=f"{' and '.join(LACKING)} not installed; pip install 'pagedjax[aot]'")
+@pytest.mark.aot
 @pytest.mark.parametrize("model", ["llama3-8b", "smollm2"])
 @pytest.mark.parametrize("chip", ["a100-40gb", "b200", "h100", "h200", "v4", "v5e", "v5p", "v6e", "v7"])
 def test_every_op_compiles(chip, model, tmp_path):
