@@ -31,7 +31,7 @@ demo: $(STAMP)
 	@$(VENV)/bin/python -m pagedjax.demo $(ARGS)
 
 test: $(STAMP) $(TORCH_STAMP)
-	@JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -n $(JOBS) $(if $(MARK),-m $(MARK)) $(ARGS)
+	@JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(if $(MARK),-m $(MARK)) $(ARGS)
 
 lint: $(STAMP) $(TORCH_STAMP)
 	@$(VENV)/bin/ruff check --quiet .

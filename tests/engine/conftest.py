@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 from engine_harness import TINY, Runs
 
 from pagedjax.device.compilation_cache import use_compilation_cache
 from pagedjax.models.llama import init_params
 from pagedjax.models.loader import LoadedModel
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The tests of a file run in one process: they share engines, which take long to compile."""
+    for item in items:
+        if item.path.parent == Path(__file__).parent:
+            item.add_marker(pytest.mark.xdist_group(item.path.stem))
 
 
 @pytest.fixture(scope="session", autouse=True)

@@ -24,9 +24,9 @@ def no_race(capsys: pytest.CaptureFixture[str]) -> Iterator[None]:
     assert RACE not in capsys.readouterr().out
 
 
-@pytest.fixture(params=BACKENDS)
+@pytest.fixture(params=[pytest.param(name, marks=pytest.mark.xdist_group(name)) for name in BACKENDS])
 def backend(request: pytest.FixtureRequest) -> Backend:
-    """One backend, as it runs on a machine without an accelerator."""
+    """One backend, as it runs on a machine without an accelerator; its tests run in one process and share programs."""
     backend = BACKENDS[request.param]
     if backend.obstacle:
         pytest.skip(backend.obstacle)

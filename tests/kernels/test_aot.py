@@ -430,7 +430,7 @@ def _check(row: dict[str, Any]) -> None:
     assert row["verdict"] == "ok", told
     assert row["in_place"] in (True, None), told
     if op != "flash_attention":
-        assert row["temp_mib"] * 2**20 < traffic.pool_bytes(Case(**row["case"])) / 4, told  # no pool is copied
+        assert row["temp_mib"] * 2**20 < traffic.pool_bytes(Case(**row["case"])) / 2, told  # neither K nor V is copied
     if row["kernels"]:  # else XLA serves the op there
         assert row["on_chip_kib"] * 1024 <= CHIPS[chip].fast_memory_bytes, told
         # A TPU's vector registers spill to VMEM, on the chip: the table counts that.
