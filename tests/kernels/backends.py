@@ -89,6 +89,8 @@ class Backend:
         return np.asarray(self.run("paged_decode", q, *arrays, return_lse=True, **options)[0])
 
 
+RACE = "RACE DETECTED"  # what Pallas' interpreters print
+
 # Of interpreted kernels and the reference: large programs that run a few times.
 QUICK_TO_COMPILE = {"xla_backend_optimization_level": 0, "xla_llvm_disable_expensive_passes": True}
 

@@ -5,11 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from backends import BACKENDS, Backend
+from backends import BACKENDS, RACE, Backend
 
 from pagedjax.device.compilation_cache import use_compilation_cache
-
-RACE = "RACE DETECTED"  # what Pallas' interpreters print
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from backends import RACE
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import tpu as pltpu
 from paged_problem import TOLERANCE, error, make_problem
@@ -22,7 +23,6 @@ pytestmark = pytest.mark.jax_matrix
 
 # Memory that nobody wrote is NaN there, and a race prints a line or raises, as the JAX version has it.
 TPU: dict[str, Any] = {"backend": "tpu", "interpret": pltpu.InterpretParams(detect_races=True)}
-RACE = "RACE DETECTED"
 
 
 @pytest.fixture(autouse=True)
