@@ -12,11 +12,13 @@ if TYPE_CHECKING:
     from pagedjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
     from pagedjax.engine import Engine
     from pagedjax.llm import LLM
-    from pagedjax.request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput, SamplingParams
+    from pagedjax.params import BeamSearchParams, SamplingParams
+    from pagedjax.request import CompletionOutput, Logprob, Request, RequestMetrics, RequestOutput
 
 __version__ = "0.1.0"
 
 _MODULE_OF = {
+    "BeamSearchParams": "params",
     "CacheConfig": "config",
     "CompletionOutput": "request",
     "Engine": "engine",
@@ -27,12 +29,13 @@ _MODULE_OF = {
     "Request": "request",
     "RequestMetrics": "request",
     "RequestOutput": "request",
-    "SamplingParams": "request",
+    "SamplingParams": "params",
     "SchedulerConfig": "config",
 }
 
 __all__ = [
     "LLM",
+    "BeamSearchParams",
     "CacheConfig",
     "CompletionOutput",
     "Engine",

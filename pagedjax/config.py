@@ -122,11 +122,15 @@ class CacheConfig:
         block_size: tokens per block, a power of two.
         num_blocks: usable blocks; the arrays hold one more, the null block.
         watermark: part of the blocks that admission keeps free (paper section 4.5 and its artifact: 1 %).
+        enable_prefix_caching: keep and find again the full blocks of everything computed.
+        prefix_hash_seed: of the digests by which blocks are found.
     """
 
     block_size: int
     num_blocks: int
     watermark: float = 0.01
+    enable_prefix_caching: bool = False
+    prefix_hash_seed: int = 0
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -139,6 +143,9 @@ class CacheConfig:
         _require_int("num_blocks", self.num_blocks, 1)
         ok = is_number(self.watermark) and 0.0 <= self.watermark < 1.0
         require(ok, "watermark", self.watermark, "in [0, 1)")
+        caching = self.enable_prefix_caching
+        require(isinstance(caching, bool), "enable_prefix_caching", caching, "True or False")
+        _require_int("prefix_hash_seed", self.prefix_hash_seed, 0)
 
     @property
     def watermark_blocks(self) -> int:
@@ -202,6 +209,9 @@ class EngineConfig:
         max_num_seqs: sequences that run at the same time.
         max_num_batched_tokens: tokens computed in one step, prefill chunks and decodes together.
         enable_chunked_prefill: False computes every prompt whole, in one step.
+        enable_prefix_caching: keep the full blocks of everything computed, until their memory is needed, and share
+            them with requests that begin alike. (`register_prefix` shares single prefixes without it.)
+        prefix_hash_seed: of the digests by which blocks are found; None draws one, so that nobody can foretell them.
         watermark: part of the blocks that admission keeps free.
         attention_backend: "auto", or one of `pallas_kernels`: "reference", "xla", "triton", "mosaic_gpu" or "tpu".
         attention_interpret: run a Pallas backend in interpret mode, anywhere (slow; for tests and study).
@@ -218,6 +228,8 @@ class EngineConfig:
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     enable_chunked_prefill: bool = True
+    enable_prefix_caching: bool = False
+    prefix_hash_seed: int | None = None
     watermark: float = 0.01
     attention_backend: str = "auto"
     attention_interpret: bool = False
@@ -247,7 +259,8 @@ class EngineConfig:
             self.pool_bytes,
             f"None when num_blocks={self.num_blocks} is given: either says the size of the pool",
         )
-        for name in ("enable_chunked_prefill", "attention_interpret", "overlap"):
+        _require_optional_int("prefix_hash_seed", self.prefix_hash_seed, 0)
+        for name in ("enable_chunked_prefill", "enable_prefix_caching", "attention_interpret", "overlap"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         require(is_int(self.seed, 0) and self.seed < 2**63, "seed", self.seed, "an integer in [0, 2**63)")
         CacheConfig(self.block_size, self.num_blocks or 1, self.watermark)

@@ -6,11 +6,15 @@ read back one step late. Sampled tokens do not leave the device to become the ne
 
 from __future__ import annotations
 
+import contextlib
+import secrets
 import sys
 import threading
 import time
+import warnings
 from collections import deque
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
 from itertools import count
 from typing import Any
 
@@ -22,8 +26,9 @@ from pagedjax.device.kv_pool import PoolInfo, plan_pool
 from pagedjax.device.memory import free_memory
 from pagedjax.device.programs import num_compilations
 from pagedjax.device.runner import InFlight, PromptRows, Runner, StepOutput
-from pagedjax.errors import ConfigError, EngineDead, InvalidRequest, UnknownRequest
-from pagedjax.host.allocator import KVUsage, PagedAllocator
+from pagedjax.errors import ConfigError, EngineDead, InvalidRequest, PagedJaxError, UnknownRequest
+from pagedjax.host.allocator import PagedAllocator
+from pagedjax.host.block_map import block_map
 from pagedjax.host.plan import StepPlan
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.interrupt import interrupts_deferred
@@ -31,63 +36,29 @@ from pagedjax.models.loader import LoadedModel
 from pagedjax.models.progress import bar
 from pagedjax.output import RequestTracker
 from pagedjax.prompt import Prompt, check_tokens, read_prompt
-from pagedjax.request import Request, RequestOutput, SamplingParams
+from pagedjax.request import BeamSearchParams, Request, RequestOutput, SamplingParams, Sequence, check_text
 from pagedjax.scalars import is_number, plain, shown
+from pagedjax.stats import Counters, EngineStats
 
 _SEED_STRIDE = 0x9E3779B97F4A7C15  # spreads the requests' default seeds (Weyl sequence with the golden ratio)
 
 
 @dataclass(frozen=True, slots=True)
-class EngineStats:
-    """Counters since the engine was made, or since `reset_stats()`. Times in seconds of wall clock.
+class RegisteredPrefix:
+    """The beginning of prompts whose blocks are kept, until `Engine.unregister_prefix`, for all to share.
 
     Attributes:
-        num_steps: steps dispatched.
-        prompt_tokens: prompt tokens computed, again after a preemption.
-        output_tokens: tokens given to requests.
-        host_seconds: in the scheduler, planning and updating.
-        prepare_seconds: making arrays and dispatching programs.
-        device_wait_seconds: waiting for results.
-        output_seconds: detokenising and making outputs.
-        compile_seconds: compiling programs in steps and `warmup()`; in none of the other times.
-        num_compilations: programs compiled (or taken from the persistent cache).
-        usage: of the pool's slots now.
-        peak_blocks: blocks held at most at the same time.
-        kv_utilisation: mean over steps of slots holding a token's K and V / slots held; 0 before the first step.
+        token_ids: of the whole prefix.
+        num_tokens: of these in full blocks, which alone are shared.
+        num_blocks: blocks kept.
+        cache_salt: only requests of the same salt share them.
     """
 
-    num_waiting: int
-    num_running: int
-    num_steps: int
-    prompt_tokens: int
-    output_tokens: int
-    num_preemptions: int
-    host_seconds: float
-    prepare_seconds: float
-    device_wait_seconds: float
-    output_seconds: float
-    compile_seconds: float
-    num_compilations: int
-    usage: KVUsage
+    name: str
+    token_ids: tuple[int, ...]
+    num_tokens: int
     num_blocks: int
-    peak_blocks: int
-    kv_utilisation: float
-
-
-@dataclass(slots=True)
-class _Counters:
-    num_compilations: int
-    compile_seconds: float
-    num_preemptions: int
-    num_steps: int = 0
-    prompt_tokens: int = 0
-    output_tokens: int = 0
-    host_seconds: float = 0.0
-    prepare_seconds: float = 0.0
-    device_wait_seconds: float = 0.0
-    output_seconds: float = 0.0
-    peak_slots: int = 0
-    utilisation_sum: float = 0.0
+    cache_salt: str | None
 
 
 def check_config(config: Any) -> EngineConfig:
@@ -141,12 +112,21 @@ class Engine:
         self.pool_info: PoolInfo = plan_pool(
             self.config, model.config, self.max_model_len, free_memory(device), backend.name
         )
-        cache = CacheConfig(self.config.block_size, self.pool_info.num_blocks, self.config.watermark)
-        self.scheduler = Scheduler(scheduler_config, PagedAllocator(cache))
+        seed = self.config.prefix_hash_seed
+        cache = CacheConfig(
+            self.config.block_size,
+            self.pool_info.num_blocks,
+            self.config.watermark,
+            self.config.enable_prefix_caching,
+            secrets.randbits(64) if seed is None else seed,
+        )
+        self.allocator = PagedAllocator(cache)
+        self.scheduler = Scheduler(scheduler_config, self.allocator)
         self.runner = Runner(model.config, self.config, self.params, self.pool_info, self.max_model_len, backend)
         self.runner.programs.progress = progress
         self._trackers: dict[str, RequestTracker] = {}
-        self._by_seq: dict[int, RequestTracker] = {}
+        self._by_seq: dict[int, RequestTracker] = {}  # of samples; beams come and go
+        self._prefixes: dict[str, RegisteredPrefix] = {}
         self._in_flight: InFlight | None = None
         self._undelivered: dict[str, RequestOutput] = {}  # the latest state of each request
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
@@ -160,9 +140,10 @@ class Engine:
     def add_request(
         self,
         prompt: Prompt,
-        params: SamplingParams | None = None,
+        params: SamplingParams | BeamSearchParams | None = None,
         request_id: str | None = None,
         arrival_time: float | None = None,
+        cache_salt: str | None = None,
     ) -> str:
         """Puts a request at the end of the queue.
 
@@ -171,27 +152,36 @@ class Engine:
             params: how to choose its tokens.
             request_id: any string that no unfinished request has; None counts up.
             arrival_time: in seconds, for metrics; None is now, on `time.monotonic`'s clock.
+            cache_salt: only requests of the same salt share cached blocks.
 
         Returns:
             The request's id.
 
         Raises:
-            InvalidRequest: the prompt is empty, has ids outside the vocabulary, or the id is taken.
+            InvalidRequest: the prompt is empty, has ids outside the vocabulary, wants more samples or beams than may
+                run at the same time, or the id is taken.
             RequestTooLong: the prompt is longer than the model or the whole pool allows.
         """
         params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams):
-            raise InvalidRequest(f"params={shown(params)} must be SamplingParams")
+        if not isinstance(params, SamplingParams | BeamSearchParams):
+            raise InvalidRequest(f"params={shown(params)} must be SamplingParams or BeamSearchParams")
         if request_id is not None:
             _check_id(request_id)
         if arrival_time is not None and not is_number(plain(arrival_time)):
             raise InvalidRequest(f"arrival_time={shown(arrival_time)} must be a number of seconds, or None")
+        if cache_salt is not None:
+            check_text("cache_salt", cache_salt)
+        beam, sampling = None, params
+        if isinstance(params, BeamSearchParams):
+            beam = params
+            sampling = SamplingParams(temperature=0.0, max_tokens=beam.max_tokens, ignore_eos=beam.ignore_eos)
+        assert isinstance(sampling, SamplingParams)
         text, token_ids = read_prompt(prompt, self.tokenizer)
-        check_tokens(token_ids, params, self.model_config.vocab_size)
-        if params.stop and self.tokenizer is None:
-            raise InvalidRequest(f"stop={params.stop!r} needs a tokenizer, and this model came without one")
+        check_tokens(token_ids, sampling, self.model_config.vocab_size)
+        if sampling.stop and self.tokenizer is None:
+            raise InvalidRequest(f"stop={sampling.stop!r} needs a tokenizer, and this model came without one")
         with self._lock:
-            return self._add(text, token_ids, params, request_id, arrival_time)
+            return self._add(text, token_ids, sampling, request_id, arrival_time, beam=beam, cache_salt=cache_salt)
 
     def _add(
         self,
@@ -200,12 +190,11 @@ class Engine:
         params: SamplingParams,
         request_id: str | None,
         arrival_time: float | None,
+        **special: Any,
     ) -> str:
         number = self._num_requests
-        if request_id is None:  # a user may have taken any number
-            request_id = next(name for name in map(str, count(number)) if not self.is_unfinished(name))
         request = Request(
-            request_id=request_id,
+            request_id=self._new_id() if request_id is None else request_id,
             number=number,
             prompt_token_ids=token_ids,
             params=params,
@@ -216,12 +205,59 @@ class Engine:
             max_len=self._max_len(len(token_ids), params),
             arrival_time=time.monotonic() if arrival_time is None else arrival_time,
             prompt=text,
+            **special,
         )
-        sequence = self.scheduler.add(request).sequences[0]
-        self._num_requests += 1
-        tracker = RequestTracker(sequence, self.tokenizer)
-        self._trackers[request.request_id] = self._by_seq[sequence.seq_id] = tracker
+        self._track(RequestTracker(self.scheduler.add(request), self.tokenizer))
         return request.request_id
+
+    def _new_id(self) -> str:
+        """The next number that no user has taken as an id."""
+        return next(name for name in map(str, count(self._num_requests)) if not self.is_unfinished(name))
+
+    def _track(self, tracker: RequestTracker) -> None:
+        self._num_requests += 1
+        self._trackers[tracker.request.request_id] = tracker
+        self._by_seq |= dict.fromkeys(tracker.samples, tracker)
+
+    def fork(self, request_id: str, new_request_id: str | None = None) -> str:
+        """Adds a request that goes on from where another one is now, as the next sample of the same prompt.
+
+        Both share all blocks, and the first to write to the last one copies it (paper section 4.4). What the fork
+        draws is what sample 1, 2, ... of the same seed would, had it come the same way.
+
+        Args:
+            request_id: of an unfinished request with one sample.
+            new_request_id: as in `add_request`.
+
+        Returns:
+            The new request's id.
+
+        Raises:
+            UnknownRequest: no such request, or it has finished.
+            InvalidRequest: it has several samples or beams, or the new id is taken.
+            OutOfSlots: `max_num_seqs` sequences run already; nothing is changed then.
+        """
+        _check_id(request_id)
+        if new_request_id is not None:
+            _check_id(new_request_id)
+        with self._lock:
+            self._settle()
+            parent = self._trackers.get(request_id)
+            if parent is None:
+                raise UnknownRequest(f"request {request_id!r} has finished or never was: only unfinished ones can fork")
+            request = replace(
+                parent.request,
+                request_id=self._new_id() if new_request_id is None else new_request_id,
+                arrival_time=time.monotonic(),
+            )
+            self._track(parent.fork(self.scheduler.fork(request_id, request)))
+            return request.request_id
+
+    def _settle(self) -> None:
+        """Takes the results of the step in flight, so that all tokens are known."""
+        with self._uninterrupted():
+            finished, self._in_flight = self._in_flight, None
+            self._deliver(self._complete(finished) if finished else [])
 
     def abort(self, request_id: str) -> RequestOutput:
         """Ends a request at once and frees its blocks; returns what it had put out.
@@ -311,23 +347,33 @@ class Engine:
                 self.abort(request_id)
 
     def _advance(self) -> None:
+        with self._uninterrupted():
+            self._deliver(self._step())
+
+    @contextlib.contextmanager
+    def _uninterrupted(self) -> Iterator[None]:
+        """What is done inside is done wholly, or the engine says from then on that it was not."""
         if self._stepping:
             raise EngineDead("a step of this engine was cut short, so host and device disagree: make a new engine")
         with interrupts_deferred():
             self._stepping = True
-            for output in self._step():
-                mailbox = self._mailboxes.get(output.request_id)
-                if mailbox is None:
-                    self._undelivered[output.request_id] = output
-                else:
-                    mailbox.append(output)
+            yield
             self._stepping = False
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        for output in outputs:
+            mailbox = self._mailboxes.get(output.request_id)
+            if mailbox is None:
+                self._undelivered[output.request_id] = output
+            else:
+                mailbox.append(output)
 
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         self._counters.host_seconds += time.perf_counter() - began
-        failed = [self._close(self._by_seq[seq_id]) for seq_id in plan.failed] if plan else []
+        ended = [tracker for tracker in self._trackers.values() if tracker.finished] if plan and plan.failed else []
+        failed = [self._close(tracker) for tracker in ended]
         dispatched = self._dispatch(plan) if plan and plan.chunks else None
         finished, self._in_flight = self._in_flight, dispatched
         outputs = failed + (self._complete(finished) if finished else [])
@@ -338,21 +384,31 @@ class Engine:
 
     def _dispatch(self, plan: StepPlan) -> InFlight:
         began, compiled = time.perf_counter(), self.runner.programs.compile_seconds
-        sequences = {c.seq_id: self._by_seq[c.seq_id].sequence for c in plan.chunks if c.fresh}
+        sequences = {c.seq_id: self.scheduler.sequence(c.seq_id) for c in plan.chunks if c.fresh}
+        self._note_cached(sequences)
         step = self.runner.execute(plan, sequences, self._prompt_rows(plan))
         counters = self._counters
         counters.num_steps += 1
         counters.prompt_tokens += sum(c.num_tokens for c in plan.chunks if c.token_ids)
-        self._count_usage(self.scheduler.usage())
+        counters.copied_blocks += len(plan.copies)
+        counters.count_usage(self.scheduler.usage(), self.allocator)
         compiling = self.runner.programs.compile_seconds - compiled
         counters.prepare_seconds += time.perf_counter() - began - compiling
         return step
 
+    def _note_cached(self, fresh: Mapping[int, Sequence]) -> None:
+        """Notes what requests found in the prefix cache when they were admitted for the first time."""
+        for seq in fresh.values():
+            if seq.num_cached and not seq.num_preemptions and not seq.output_len:
+                metrics = self._trackers[seq.request.request_id].metrics
+                metrics.num_cached_tokens = max(metrics.num_cached_tokens, min(seq.num_cached, seq.prompt_len - 1))
+
     def _prompt_rows(self, plan: StepPlan) -> list[PromptRows]:
         rows, first = [], 0
         for chunk in plan.chunks:
-            if chunk.token_ids:
-                wanted = self._by_seq[chunk.seq_id].wanted_prompt_rows(chunk, first)
+            tracker = self._by_seq.get(chunk.seq_id)
+            if chunk.token_ids and tracker is not None:
+                wanted = tracker.wanted_prompt_rows(chunk, first)
                 if wanted:
                     rows.append(wanted)
             first += chunk.num_tokens
@@ -365,27 +421,41 @@ class Engine:
         updates = self.scheduler.update(results.result)
         updated = time.perf_counter()
         self._add_prompt_logprobs(step, results)
-        outputs = []
+        changed: dict[str, RequestTracker] = {}
         for update in updates:
             tracker = self._by_seq[update.seq_id]
+            changed[tracker.request.request_id] = tracker
             if update.token_id is not None:
                 self._counters.output_tokens += 1
-                stop = tracker.add_token(update.token_id, results.logprobs.get(update.seq_id))
+                logprobs = results.logprobs.get(update.seq_id)
+                stop = tracker.add_token(update.seq_id, update.token_id, logprobs)
                 if stop is not None and update.finish_reason != "stop":
-                    self._stop(tracker, stop)
-            ended = tracker.sequence.finish_reason is not None
-            outputs.append(self._close(tracker) if ended else tracker.output())
+                    self._stop(tracker.samples[update.seq_id].sequence, stop)
+        outputs = [self._close(tracker) if tracker.finished else tracker.output() for tracker in changed.values()]
+        outputs += self._complete_searches(step.plan)
         counters = self._counters
         counters.device_wait_seconds += collected - began
         counters.host_seconds += updated - collected
         counters.output_seconds += time.perf_counter() - updated
         return outputs
 
-    def _stop(self, tracker: RequestTracker, stop: str) -> None:
-        """Ends a request at a stop string; one that its last allowed token completes still ends by "stop"."""
-        sequence = tracker.sequence
+    def _complete_searches(self, plan: StepPlan) -> list[RequestOutput]:
+        """What the searches that ended in a step found; of the others nothing is said until then."""
+        outputs = []
+        for search in plan.beams:
+            tracker = self._trackers.get(search.request_id)
+            if tracker is None or tracker.group.beam is None:
+                continue
+            tracker.note_token()
+            self._counters.output_tokens += len(tracker.group.sequences)
+            if tracker.finished:
+                outputs.append(self._close(tracker))
+        return outputs
+
+    def _stop(self, sequence: Sequence, stop: str) -> None:
+        """Ends a sample at a stop string; one that its last allowed token completes still ends by "stop"."""
         if sequence.finish_reason is None:
-            self.scheduler.finish(tracker.request.request_id, "stop", stop)
+            self.scheduler.finish_sequence(sequence.seq_id, "stop", stop)
         else:
             sequence.finish_reason, sequence.stop_reason = "stop", stop
 
@@ -398,8 +468,91 @@ class Engine:
     def _close(self, tracker: RequestTracker) -> RequestOutput:
         tracker.finish()
         del self._trackers[tracker.request.request_id]
-        del self._by_seq[tracker.sequence.seq_id]
+        for seq_id in tracker.samples:
+            del self._by_seq[seq_id]
         return tracker.output()
+
+    # ------------------------------------------------------------------ prefixes
+
+    def register_prefix(self, prefix: Prompt, cache_salt: str | None = None) -> RegisteredPrefix:
+        """Computes the beginning of prompts to come and keeps its full blocks, with prefix caching on or off.
+
+        Prompts that begin with the same tokens share the blocks (paper section 4.4, shared prefix). Warns if the
+        prefix is shorter than a block: then there is nothing to share.
+
+        Args:
+            prefix: as a prompt. A tokenizer may join its last characters with what follows them in a prompt, so end it
+                where the text has a natural break.
+            cache_salt: only requests of the same salt share it.
+
+        Raises:
+            InvalidRequest: it is empty, or has ids outside the vocabulary.
+            RequestTooLong: it is longer than the model or the whole pool allows.
+            PagedJaxError: it could not be computed.
+        """
+        if cache_salt is not None:
+            check_text("cache_salt", cache_salt)
+        text, token_ids = read_prompt(prefix, self.tokenizer)
+        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+        check_tokens(token_ids, params, self.model_config.vocab_size)
+        size = self.config.block_size
+        num_blocks = len(token_ids) // size
+        with self._lock:
+            name = f"prefix-{self._new_id()}"
+            if num_blocks:
+                special = {"cache_salt": cache_salt, "registers_prefix": True}
+                self._add(text, token_ids[: num_blocks * size], params, name, None, **special)
+                self.open_mailbox(name, every=False)
+        registered = RegisteredPrefix(name, token_ids, num_blocks * size, num_blocks, cache_salt)
+        if num_blocks:
+            self._await_prefix(name)
+        else:
+            warnings.warn(
+                f"the prefix of {len(token_ids)} tokens is shorter than a block of {size}: nothing of it is shared",
+                stacklevel=2,
+            )
+        self._prefixes[name] = registered
+        return registered
+
+    def _await_prefix(self, name: str) -> None:
+        try:
+            while not (output := self.receive(name)).finished:
+                pass
+        except BaseException:
+            with self._lock:
+                if name in self.allocator.pins():
+                    self.allocator.unpin(name)
+            raise
+        finally:
+            self.close_mailbox(name)
+        completion = output.outputs[0]
+        if completion.finish_reason != "length":
+            if name in self.allocator.pins():
+                self.allocator.unpin(name)
+            reason = completion.stop_reason or completion.finish_reason
+            raise PagedJaxError(f"the prefix could not be computed: {reason}")
+
+    def unregister_prefix(self, prefix: RegisteredPrefix) -> None:
+        """Lets go of a registered prefix; running requests that share its blocks keep them.
+
+        Raises:
+            InvalidRequest: it is not registered, or no longer.
+        """
+        if not isinstance(prefix, RegisteredPrefix) or self._prefixes.get(prefix.name) is not prefix:
+            raise InvalidRequest(f"prefix={shown(prefix)} is not one that register_prefix gave and that is registered")
+        with self._lock:
+            del self._prefixes[prefix.name]
+            if prefix.num_blocks:
+                self.allocator.unpin(prefix.name)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the content of all cached blocks.
+
+        Raises:
+            BlocksInUse: requests run, or prefixes are registered; nothing is changed then.
+        """
+        with self._lock:
+            self.allocator.reset_prefix_cache()
 
     # ------------------------------------------------------------------ looking inside
 
@@ -430,37 +583,21 @@ class Engine:
         """The compiled programs by name, for `memory_analysis()` and the like."""
         return self.runner.programs.compiled()
 
+    def block_map(self) -> list[dict[str, Any]]:
+        """Which physical block holds which tokens of which sequences, as plain data; see `host.block_map`."""
+        with self._lock:
+            return block_map(self.scheduler, self.allocator)
+
     def reset_stats(self) -> None:
         """Begins the counters of `stats()` anew."""
-        compiled = self.runner.programs.compile_seconds
-        self._counters = _Counters(num_compilations(), compiled, self.scheduler.num_preemptions)
+        self._counters = Counters.begin(*self._counted())
 
     def stats(self) -> EngineStats:
         """Counters and the pool's state now."""
-        c = self._counters
-        return EngineStats(
-            num_waiting=self.scheduler.num_waiting,
-            num_running=self.scheduler.num_running,
-            num_steps=c.num_steps,
-            prompt_tokens=c.prompt_tokens,
-            output_tokens=c.output_tokens,
-            num_preemptions=self.scheduler.num_preemptions - c.num_preemptions,
-            host_seconds=c.host_seconds,
-            prepare_seconds=c.prepare_seconds,
-            device_wait_seconds=c.device_wait_seconds,
-            output_seconds=c.output_seconds,
-            compile_seconds=self.runner.programs.compile_seconds - c.compile_seconds,
-            num_compilations=num_compilations() - c.num_compilations,
-            usage=self.scheduler.usage(),
-            num_blocks=self.pool_info.num_blocks,
-            peak_blocks=c.peak_slots // self.config.block_size,
-            kv_utilisation=c.utilisation_sum / c.num_steps if c.num_steps else 0.0,
-        )
+        return self._counters.stats(*self._counted())
 
-    def _count_usage(self, usage: KVUsage) -> None:
-        held = usage.token_states + usage.reserved + usage.internal_fragmentation
-        self._counters.peak_slots = max(self._counters.peak_slots, held)
-        self._counters.utilisation_sum += usage.token_states / held if held else 0.0
+    def _counted(self) -> tuple[int, float, Scheduler, PagedAllocator]:
+        return num_compilations(), self.runner.programs.compile_seconds, self.scheduler, self.allocator
 
 
 def _check_id(request_id: Any) -> None:

@@ -36,6 +36,14 @@ class OutOfBlocks(PagedJaxError):
     """The pool has fewer free blocks than were asked for."""
 
 
+class BlocksInUse(PagedJaxError):
+    """The prefix cache cannot be reset: somebody holds blocks."""
+
+
+class OutOfSlots(PagedJaxError):
+    """No further sequence may run at the same time."""
+
+
 class DoubleFree(PagedJaxError):
     """A block was given back more often than it was taken."""
 

@@ -10,12 +10,12 @@ from jinja2 import TemplateError
 
 from pagedjax.config import EngineConfig
 from pagedjax.device.compilation_cache import use_compilation_cache
-from pagedjax.engine import Engine, check_config
+from pagedjax.engine import Engine, RegisteredPrefix, check_config
 from pagedjax.errors import InvalidRequest
 from pagedjax.models.loader import LoadedModel, check_model_name, load_model
 from pagedjax.models.progress import bar
 from pagedjax.prompt import Prompt
-from pagedjax.request import RequestOutput, SamplingParams, check_text
+from pagedjax.request import BeamSearchParams, RequestOutput, SamplingParams, check_text
 from pagedjax.scalars import shown
 
 Message = Mapping[str, str]
@@ -58,6 +58,7 @@ class LLM:
         prompts: Prompt | Sequence[Prompt],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Completes all prompts, as many at the same time as fit.
 
@@ -65,6 +66,7 @@ class LLM:
             prompts: texts, or {"prompt_token_ids": [...]}; one or a list.
             params: one for all, or one per prompt.
             progress: a bar on stderr.
+            cache_salt: only requests of the same salt share cached blocks.
 
         Returns:
             One output per prompt, in their order.
@@ -74,11 +76,38 @@ class LLM:
             KeyboardInterrupt: on Ctrl-C; the prompts are aborted and the engine is ready for more.
         """
         batch = _as_list(prompts)
-        each = _one_per_prompt(params, len(batch))
+        return self._run(batch, _one_per_prompt(SamplingParams, params, len(batch)), progress, cache_salt)
+
+    def beam_search(
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        params: BeamSearchParams | Sequence[BeamSearchParams] | None = None,
+        progress: bool = True,
+        cache_salt: str | None = None,
+    ) -> list[RequestOutput]:
+        """Searches for the best outputs of all prompts, as many at the same time as fit.
+
+        Args:
+            prompts, progress, cache_salt: as in `generate`.
+            params: one for all, or one per prompt.
+
+        Returns:
+            One output per prompt, in their order, each with `beam_width` outputs, best first, with their `score`. Fewer
+            only where fewer exist.
+
+        Raises:
+            InvalidRequest, KeyboardInterrupt: as in `generate`.
+        """
+        batch = _as_list(prompts)
+        return self._run(batch, _one_per_prompt(BeamSearchParams, params, len(batch)), progress, cache_salt)
+
+    def _run(
+        self, batch: list[Prompt], params: list[Any], progress: bool, cache_salt: str | None
+    ) -> list[RequestOutput]:
         ids: list[str] = []
         try:
-            for prompt, p in zip(batch, each, strict=True):
-                ids.append(self.engine.add_request(prompt, p))
+            for prompt, p in zip(batch, params, strict=True):
+                ids.append(self.engine.add_request(prompt, p, cache_salt=cache_salt))
                 self.engine.open_mailbox(ids[-1], every=False)
             with bar(None, "requests", progress, total=len(ids), unit="") as ticks:
                 return [self._last_output(request_id, ticks) for request_id in ids]
@@ -144,7 +173,20 @@ class LLM:
         Closing or dropping the stream early ends the request. Several streams may be read in any order, also from
         different threads: each gets its own outputs.
         """
+        (params,) = _one_per_prompt(SamplingParams, params, 1)
         return RequestStream(self.engine, self.engine.add_request(prompt, params))
+
+    def register_prefix(self, prefix: Prompt, cache_salt: str | None = None) -> RegisteredPrefix:
+        """Computes what prompts to come begin with and keeps its full blocks; see `Engine.register_prefix`."""
+        return self.engine.register_prefix(prefix, cache_salt)
+
+    def unregister_prefix(self, prefix: RegisteredPrefix) -> None:
+        """Lets go of a registered prefix. Raises InvalidRequest if it is not registered."""
+        self.engine.unregister_prefix(prefix)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets the content of all cached blocks. Raises BlocksInUse while anything holds blocks."""
+        self.engine.reset_prefix_cache()
 
 
 class RequestStream(Iterator[RequestOutput]):
@@ -183,11 +225,15 @@ def _as_list(prompts: Any) -> list[Prompt]:
     return list(prompts)
 
 
-def _one_per_prompt(params: SamplingParams | Sequence[SamplingParams] | None, num_prompts: int) -> list[SamplingParams]:
-    if params is None or isinstance(params, SamplingParams):
-        return [params or SamplingParams()] * num_prompts
+def _one_per_prompt(kind: type, params: Any, num_prompts: int) -> list[Any]:
+    """As many parameters as prompts. Raises InvalidRequest unless all are of one kind."""
+    if params is None or isinstance(params, kind):
+        return [params or kind()] * num_prompts
     if not isinstance(params, list | tuple):
-        raise InvalidRequest(f"params={shown(params)} must be SamplingParams, or a list of one per prompt")
+        raise InvalidRequest(f"params={shown(params)} must be {kind.__name__}, or a list of one per prompt")
     if len(params) != num_prompts:
-        raise InvalidRequest(f"{len(params)} SamplingParams for {num_prompts} prompts: give one, or one per prompt")
+        raise InvalidRequest(f"{len(params)} {kind.__name__} for {num_prompts} prompts: give one, or one per prompt")
+    for one in params:
+        if not isinstance(one, kind):
+            raise InvalidRequest(f"params={shown(one)} must be {kind.__name__}")
     return list(params)

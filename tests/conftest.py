@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,9 @@ NAME = "smollm2-135m"
 # Before JAX computes for the first time: on a machine of two cores, the callbacks of Pallas' interpreters can otherwise
 # take all of XLA's threads, and then wait for one for ever.
 os.environ.setdefault("NPROC", "16")
+
+# A shell that starts the tests in its background has them ignore Ctrl-C, which some of them are about.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # a shared machine is slow at times, which says nothing about the code
 hypothesis.settings.register_profile("pagedjax", deadline=None)

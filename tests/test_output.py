@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from pagedjax.output import RequestTracker
+from pagedjax.output import SampleTracker
 from pagedjax.request import Request, SamplingParams, Sequence
 
 
@@ -14,16 +14,16 @@ def stopped(tokenizer: Any, pieces: list[str], **params: Any) -> tuple[str, int 
     """The text of an output that was to be `pieces`, a token each, and after how many of them it was stopped."""
     request = Request("r", 0, (5,), SamplingParams(max_tokens=99, **params), 1, frozenset(), 100)
     sequence = Sequence(0, request, token_ids=[5])
-    tracker = RequestTracker(sequence, tokenizer)
+    tracker = SampleTracker(sequence, tokenizer)
     for count, piece in enumerate(pieces, 1):
         (token,) = tokenizer(piece).input_ids
         sequence.token_ids.append(token)
         if (stop := tracker.add_token(token, None)) is not None:
             sequence.finish_reason, sequence.stop_reason = "stop", stop
-            return tracker.output().outputs[0].text, count
+            return tracker.completion().text, count
     sequence.finish_reason = "length"
     tracker.finish()
-    return tracker.output().outputs[0].text, None
+    return tracker.completion().text, None
 
 
 @pytest.mark.parametrize(

@@ -11,6 +11,8 @@ import numpy as np
 from flax import struct
 from jaxtyping import Array, Int
 
+from pagedjax.params import MAX_BEAM_WIDTH
+
 LOGIT_BYTES = 8 << 20
 """Float32 logits of one head program at most (bytes), so that its temporaries stay small beside the pool."""
 
@@ -25,7 +27,7 @@ class Batch(struct.PyTreeNode):
         block_tables: physical block of each logical one; padded with 0.
         seq_lens: tokens in the cache, this step's included; 0 marks a padding row.
         query_start_loc: where each sequence's tokens begin in the flat axis; constant over padding rows.
-        logit_rows: token index of each row that needs logits, in plan order; padding 0.
+        logit_rows: token index of each row that needs logits: those that sample, in plan order, then beams; padding 0.
     """
 
     token_ids: Int[Array, " tokens"]
@@ -37,10 +39,10 @@ class Batch(struct.PyTreeNode):
     logit_rows: Int[Array, " max_num_seqs"]
 
 
-def _powers_up_to(limit: int) -> list[int]:
+def _powers_up_to(limit: int, base: int = 2) -> list[int]:
     sizes = [1]
     while sizes[-1] < limit:
-        sizes.append(min(2 * sizes[-1], limit))
+        sizes.append(min(base * sizes[-1], limit))
     return sizes
 
 
@@ -53,6 +55,16 @@ def row_buckets(max_num_seqs: int, vocab_size: int) -> tuple[int, ...]:
     """Row counts that the head is compiled for; a step with more rows calls the largest one several times."""
     cap = max(1, LOGIT_BYTES // (4 * vocab_size))
     return tuple(_powers_up_to(min(max_num_seqs, 1 << (cap.bit_length() - 1))))
+
+
+def beam_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Beam widths that the search is compiled for."""
+    return tuple(_powers_up_to(min(max_num_seqs, MAX_BEAM_WIDTH)))
+
+
+def copy_buckets(max_num_seqs: int) -> tuple[int, ...]:
+    """Numbers of blocks that one call copies: at most one for every sequence."""
+    return tuple(_powers_up_to(max_num_seqs, base=4))
 
 
 def bucket_for(size: int, buckets: tuple[int, ...]) -> int:

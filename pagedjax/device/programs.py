@@ -1,4 +1,4 @@
-"""The compiled programs of an engine: N backbones by tokens and M heads by rows, compiled once each and kept."""
+"""The compiled programs of an engine: N backbones by tokens, M heads by rows, a few small ones; each compiled once."""
 
 from __future__ import annotations
 
@@ -14,11 +14,14 @@ import numpy as np
 from jax import monitoring
 from jaxtyping import Array, Float, Int
 
+import pallas_kernels
 from pagedjax.config import ModelConfig
 from pagedjax.device import sampler
 from pagedjax.device.batch import Batch
+from pagedjax.device.beams import best_continuations
 from pagedjax.device.kv_pool import KVPool
 from pagedjax.device.sampler import ROW_FIELDS, SampleRows, SamplerState
+from pagedjax.host.beam import num_candidates
 from pagedjax.models.llama import AttentionBackend, Params, forward
 from pagedjax.models.progress import said_if_slow
 
@@ -124,6 +127,14 @@ class Programs:
         """(kernel, rows, targets) -> TokenLogprobs."""
         return self._get(f"prompt_logprobs-{num_rows}", functools.partial(self._lower_prompt_logprobs, num_rows))
 
+    def beams(self, width: int) -> jax.stages.Compiled:
+        """(kernel, rows, row_ids, logprobs) -> BeamOutput, of as many candidates as any stop ids ask for."""
+        return self._get(f"beams-{width}", functools.partial(self._lower_beams, width))
+
+    def copy_blocks(self, num_copies: int) -> jax.stages.Compiled:
+        """(pool, src, dst) -> pool, donated."""
+        return self._get(f"copy_blocks-{num_copies}", functools.partial(self._lower_copy, num_copies))
+
     def set_token_counts(self) -> jax.stages.Compiled:
         """(state, slot, counts) -> state, donated."""
         return self._get("set_token_counts", functools.partial(self._lower_set, sampler.set_token_counts, jnp.int32))
@@ -171,6 +182,19 @@ class Programs:
 
     def _lower_prompt_logprobs(self, num_rows: int) -> jax.stages.Lowered:
         return jax.jit(sampler.prompt_logprobs).lower(self._shapes[3], self._rows(num_rows), _ints(num_rows))
+
+    def _lower_beams(self, width: int) -> jax.stages.Lowered:
+        kernel = self._shapes[3]
+        search = functools.partial(
+            best_continuations, num_candidates=num_candidates(width, len(self._config.eos_token_ids))
+        )
+        logprobs = jax.ShapeDtypeStruct((width,), np.float32)
+        return jax.jit(search).lower(kernel, self._rows(self._max_num_seqs), _ints(width), logprobs)
+
+    def _lower_copy(self, num_copies: int) -> jax.stages.Lowered:
+        name = self.backend.writer
+        copy = functools.partial(pallas_kernels.copy_blocks, backend=name)
+        return jax.jit(copy, donate_argnums=0).lower(self._shapes[1], _ints(num_copies), _ints(num_copies))
 
     def _lower_set(self, fn: Callable[..., SamplerState], dtype: Any) -> jax.stages.Lowered:
         state, kernel = self._shapes[2:]

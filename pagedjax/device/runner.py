@@ -11,14 +11,26 @@ import numpy as np
 from jaxtyping import Array, Float
 
 from pagedjax.config import EngineConfig, ModelConfig
-from pagedjax.device.batch import bucket_for, row_buckets, row_slices, token_buckets
+from pagedjax.device.batch import (
+    beam_buckets,
+    bucket_for,
+    copy_buckets,
+    pad,
+    row_buckets,
+    row_slices,
+    token_buckets,
+)
+from pagedjax.device.beams import BeamOutput
 from pagedjax.device.kv_pool import KVPool, PoolInfo
 from pagedjax.device.programs import Programs
 from pagedjax.device.sampler import SampleOutput, SamplerState, TokenLogprobs
 from pagedjax.device.slots import SlotTable, bias_row, count_row
-from pagedjax.host.plan import StepPlan, StepResult
+from pagedjax.host.beam import BeamCandidate
+from pagedjax.host.plan import ScheduledBeams, StepPlan, StepResult
 from pagedjax.models.llama import AttentionBackend, Params, head_kernel
 from pagedjax.request import Sequence as TokenSequence
+
+_NOT_FINITE = "the logits hold NaN or infinity"
 
 
 class PromptRows(NamedTuple):
@@ -74,6 +86,7 @@ class InFlight:
 
     plan: StepPlan
     slices: list[SampledSlice]
+    searches: list[BeamOutput]  # for each of the plan's beams
     prompt_rows: Sequence[PromptRows]
     prompt_logprobs: list[list[tuple[int, TokenLogprobs]]]  # for each of prompt_rows: (rows used, logprobs) by slice
 
@@ -96,6 +109,8 @@ class Runner:
         self._vocab_size = model.vocab_size
         self._token_buckets = token_buckets(config.max_num_batched_tokens)
         self._row_buckets = row_buckets(config.max_num_seqs, model.vocab_size)
+        self._beam_buckets = beam_buckets(config.max_num_seqs)
+        self._copy_buckets = copy_buckets(config.max_num_seqs)
         max_blocks = -(-max_model_len // config.block_size)
         self._slots = SlotTable(config.max_num_seqs, max_blocks, config.block_size)
         self.state = SamplerState.create(config.max_num_seqs, model.vocab_size)
@@ -117,6 +132,8 @@ class Runner:
         calls: list[Callable[[], object]] = [partial(programs.backbone, size) for size in self._token_buckets[::-1]]
         calls += [partial(programs.sample, size) for size in self._row_buckets[::-1]]
         calls += [partial(programs.select_rows, size, num_rows) for size in self._token_buckets[::-1]]
+        calls += [partial(programs.beams, width) for width in self._beam_buckets[::-1]]
+        calls += [partial(programs.copy_blocks, size) for size in self._copy_buckets[::-1]]
         calls += [partial(programs.prompt_logprobs, num_rows), programs.set_token_counts, programs.set_logit_bias]
         return calls
 
@@ -131,13 +148,21 @@ class Runner:
             prompt_rows: prompt tokens whose logprobs are wanted.
         """
         self._apply_changes(plan, sequences)
+        if plan.copies:
+            self._copy_blocks(plan.copies)
         batch = self._slots.build_batch(plan, self._token_buckets)
         size = len(batch.token_ids)
         rows, hidden, self.pool = self.programs.backbone(size)(
             self._backbone_params, self.state.last_tokens, batch, self.pool
         )
         prompts = [self._prompt_logprobs(hidden, size, wanted) for wanted in prompt_rows]
-        return InFlight(plan, self._sample(plan, rows), prompt_rows, prompts)
+        samples = self._sample(plan, rows)
+        first = sum(c.samples for c in plan.chunks)
+        searches = []
+        for search in plan.beams:
+            searches.append(self._search(search, first, rows))
+            first += search.num_chunks
+        return InFlight(plan, samples, searches, prompt_rows, prompts)
 
     def collect(self, step: InFlight) -> StepOutput:
         """Waits for a step and brings its results to the host."""
@@ -150,13 +175,33 @@ class Runner:
             finite = np.asarray(part.output.finite)[:count]
             if not finite.all():
                 wrong = [seq_id for seq_id, ok in zip(part.seq_ids, finite, strict=True) if not ok]
-                errors |= dict.fromkeys(wrong, "the logits hold NaN or infinity")
+                errors |= dict.fromkeys(wrong, _NOT_FINITE)
             if part.wants_logprobs:
                 logprobs |= zip(part.seq_ids, _logprob_rows(count, part.output.logprobs), strict=True)
+        beams = []
+        for search, output in zip(step.plan.beams, step.searches, strict=True):
+            chunks = step.plan.chunks[search.first_chunk : search.first_chunk + search.num_chunks]
+            finite = np.asarray(output.finite)
+            wrong = [chunk.seq_id for chunk, ok in zip(chunks, finite, strict=False) if not ok]
+            errors |= dict.fromkeys(wrong, _NOT_FINITE)
+            beams.append(_candidates(output, search.num_candidates))
         prompts = [
             [row for count, part in parts for row in _logprob_rows(count, part)] for parts in step.prompt_logprobs
         ]
-        return StepOutput(StepResult(step.plan.step, tokens, errors or None), logprobs, prompts)
+        return StepOutput(StepResult(step.plan.step, tokens, errors or None, beams or None), logprobs, prompts)
+
+    def _copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        size = bucket_for(len(copies), self._copy_buckets)
+        src, dst = pad(np.array(copies, np.int32), size).T
+        self.pool = self.programs.copy_blocks(size)(self.pool, src, dst)
+
+    def _search(self, search: ScheduledBeams, first: int, rows: Float[Array, "max_num_seqs features"]) -> BeamOutput:
+        """Looks for continuations of the beams whose rows begin at `first`."""
+        width, count = bucket_for(search.width, self._beam_buckets), search.num_chunks
+        row_ids = pad(np.arange(first, first + count), width)
+        logprobs = np.full(width, -np.inf, np.float32)
+        logprobs[:count] = search.logprobs
+        return self.programs.beams(width)(self.kernel, rows, row_ids, logprobs)
 
     def _apply_changes(self, plan: StepPlan, sequences: Mapping[int, TokenSequence]) -> None:
         for chunk in plan.chunks:
@@ -215,6 +260,11 @@ class Runner:
             rows = self.programs.select_rows(size, num_rows)(hidden, index)
             parts.append((count, self.programs.prompt_logprobs(num_rows)(self.kernel, rows, targets)))
         return parts
+
+
+def _candidates(output: BeamOutput, count: int) -> list[BeamCandidate]:
+    columns = (np.asarray(column)[:count].tolist() for column in (output.beams, output.tokens, output.logprobs))
+    return [BeamCandidate(*row) for row in zip(*columns, strict=True) if row[2] > -np.inf]
 
 
 def _logprob_rows(count: int, part: TokenLogprobs) -> list[RowLogprobs]:

@@ -121,14 +121,15 @@ def compute_logits(kernel: Float[Array, "vocab features"], rows: Float[Array, "r
 
 def argmax(logits: Logits) -> Int[Array, " rows"]:
     """First index of the largest logit of each row, in two levels: a plain argmax over the vocabulary is slower."""
-    chunks = _chunked(logits, -jnp.inf)
+    chunks = chunked(logits, -jnp.inf)
     peaks = chunks.max(axis=1)
     chunk = jnp.argmax(peaks, axis=0)
     inside = jnp.argmax(_take_chunk(chunks, chunk), axis=0)
     return (chunk * CHUNK + inside).astype(jnp.int32)
 
 
-def _chunked(values: Logits, fill: float) -> Float[Array, "chunks chunk rows"]:
+def chunked(values: Logits, fill: float) -> Float[Array, "chunks chunk rows"]:
+    """The vocabulary in chunks of CHUNK, the last one filled up with `fill`."""
     vocab, rows = values.shape
     padded = -(-vocab // CHUNK) * CHUNK
     if padded != vocab:
@@ -220,7 +221,7 @@ def draw(weights: Logits, uniform: PerRow) -> Int[Array, " rows"]:
         before = jnp.take_along_axis(sums - values, index[None, :], axis=0)[0]
         return index, target - before
 
-    chunks = _chunked(weights, 0.0)
+    chunks = chunked(weights, 0.0)
     sums = chunks.sum(axis=1)
     chunk, target = passing(sums, uniform * sums.sum(axis=0))
     inside = _take_chunk(chunks, chunk)

@@ -6,11 +6,13 @@ travels in a plan, and a step's arrays are cut out of these by slot.
 
 from __future__ import annotations
 
+from itertools import chain
 from typing import Any
 
 import numpy as np
 
 from pagedjax.device.batch import Batch, bucket_for, pad
+from pagedjax.device.kv_pool import NULL_BLOCK
 from pagedjax.device.sampler import PROMPT_FLAG, ROW_FIELDS, SampleRows
 from pagedjax.host.plan import ScheduledChunk, StepPlan
 from pagedjax.request import Sequence
@@ -62,7 +64,8 @@ class SlotTable:
         """The backbone's arrays for one plan, padded to its bucket."""
         size = bucket_for(plan.num_tokens, buckets)
         num_seqs = min(size, self.max_num_seqs)
-        _, slots, starts, counts, *_ = map(np.asarray, zip(*(c[:4] for c in plan.chunks), strict=True))
+        chunks = [c for c in plan.chunks if c.num_tokens]  # the others only sample
+        _, slots, starts, counts, *_ = map(np.asarray, zip(*(c[:4] for c in chunks), strict=True))
         query_start_loc = np.zeros(len(counts) + 1, np.int32)
         np.cumsum(counts, out=query_start_loc[1:])
         if plan.num_tokens == len(counts):
@@ -71,11 +74,12 @@ class SlotTable:
             positions = np.repeat(starts - query_start_loc[:-1], counts) + np.arange(plan.num_tokens)
             row_of_token = np.repeat(slots, counts)
         token_ids = -row_of_token
-        for chunk, first in zip(plan.chunks, query_start_loc.tolist(), strict=False):
+        blocks = self.block_tables[row_of_token, positions // self.block_size]
+        for chunk, first in zip(chunks, query_start_loc.tolist(), strict=False):
             if chunk.token_ids:
                 token_ids[first : first + chunk.num_tokens] = chunk.token_ids
-        blocks = self.block_tables[row_of_token, positions // self.block_size]
-        logit_rows = query_start_loc[1:][[c.samples for c in plan.chunks]] - 1
+            if not chunk.writes:
+                blocks[first : first + chunk.num_tokens] = NULL_BLOCK
         return Batch(
             token_ids=pad(token_ids, size),
             positions=pad(positions, size),
@@ -83,7 +87,7 @@ class SlotTable:
             block_tables=pad(self.block_tables[slots], num_seqs),
             seq_lens=pad(starts + counts, num_seqs),
             query_start_loc=pad(query_start_loc, num_seqs + 1, fill=plan.num_tokens),
-            logit_rows=pad(logit_rows, self.max_num_seqs),
+            logit_rows=pad(_logit_rows(plan), self.max_num_seqs),
         )
 
     def build_rows(self, row_ids: np.ndarray, slots: np.ndarray, positions: np.ndarray, size: int) -> SampleRows:
@@ -91,6 +95,13 @@ class SlotTable:
         padded = pad(slots, size)
         columns = {name: column[padded] for name, column in self.columns.items()}
         return SampleRows(row_ids=pad(row_ids, size), slots=padded, positions=pad(positions, size), **columns)
+
+
+def _logit_rows(plan: StepPlan) -> np.ndarray:
+    """Index of each chunk's last token, for those that sample and then for beams."""
+    last = np.cumsum([c.num_tokens for c in plan.chunks]) - 1
+    beams = [range(search.first_chunk, search.first_chunk + search.num_chunks) for search in plan.beams]
+    return last[[*(i for i, c in enumerate(plan.chunks) if c.samples), *chain.from_iterable(beams)]]
 
 
 def count_row(seq: Sequence, vocab_size: int) -> np.ndarray:

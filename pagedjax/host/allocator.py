@@ -1,157 +1,295 @@
-"""How sequences get their KV memory: the protocol every scheduler works with, and the paged allocator."""
+"""Blocks on demand: the allocator that the paper is about (sections 4.2 to 4.5)."""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from collections.abc import Sequence as List
+from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 from pagedjax.config import CacheConfig
-from pagedjax.errors import InvariantError, SnapshotError
+from pagedjax.errors import InvariantError, OutOfBlocks, SnapshotError
 from pagedjax.host.block_pool import BlockPool
-from pagedjax.host.block_table import BlockTable, num_blocks_for
+from pagedjax.host.block_table import BlockTable, Growth, num_blocks_for
+from pagedjax.host.prefix import BlockHash, extend_chain, root_hash
+from pagedjax.host.protocol import Admission, KVAllocator, KVUsage
 from pagedjax.request import Sequence
 
+__all__ = ["Admission", "KVAllocator", "KVUsage", "PagedAllocator", "PrefixStats"]
 
-class KVUsage(NamedTuple):
-    """What the slots of a pool are used for (paper Fig. 2). Slots, that is tokens; their sum is the pool's size.
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Of the prefix cache, since the allocator was made.
 
     Attributes:
-        token_states: hold the K and V of a token.
-        reserved: wait for a token that is already known or will certainly come.
-        internal_fragmentation: taken by a sequence, but held for tokens that may never come.
-        external_fragmentation: free, but in no run that an allocation could use; 0 with paging.
-        free: could be allocated.
+        queries: sequences admitted that looked for their prefix; not again after a preemption.
+        query_tokens: tokens of those.
+        hits: sequences that found at least one block.
+        hit_tokens: tokens that were not computed, because they were found.
     """
 
-    token_states: int
-    reserved: int
-    internal_fragmentation: int
-    external_fragmentation: int
-    free: int
+    queries: int = 0
+    query_tokens: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
 
 
-@runtime_checkable
-class KVAllocator(Protocol):
-    """KV memory for sequences, in blocks. Each operation is atomic: one that raises changes nothing."""
+class _Share(NamedTuple):
+    """Where the beginning of a sequence to be admitted comes from: one of the four, or nowhere."""
 
-    @property
-    def block_size(self) -> int:
-        """Tokens per block."""
-        ...
-
-    @property
-    def num_blocks(self) -> int:
-        """Usable blocks of the pool."""
-        ...
-
-    def can_admit(self, sequence: Sequence, *, alone: bool) -> bool:
-        """Whether `admit` has the memory now. `alone`: nothing else runs, so nothing need be kept free."""
-        ...
-
-    def admit(self, sequence: Sequence) -> list[int]:
-        """Takes memory for all tokens known of a sequence; returns its block table.
-
-        Raises:
-            OutOfBlocks: if there is too little.
-        """
-        ...
-
-    def grow(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Makes room for `num_tokens` tokens in all; returns the blocks that the table gained at its end.
-
-        Raises:
-            OutOfBlocks: if there is too little.
-        """
-        ...
-
-    def free(self, sequence: Sequence) -> None:
-        """Gives back all memory of an admitted sequence."""
-        ...
-
-    def block_table(self, seq_id: int) -> list[int]:
-        """Physical blocks of an admitted sequence, in logical order."""
-        ...
-
-    def seq_ids(self) -> list[int]:
-        """Sequences that hold memory, in the order in which they were admitted."""
-        ...
-
-    def usage(self, num_computed: Mapping[int, int]) -> KVUsage:
-        """What the pool's slots are used for. `num_computed`: {seq_id: tokens with K and V} of all admitted."""
-        ...
-
-    def snapshot(self) -> dict[str, Any]:
-        """The allocator as plain JSON-able data."""
-        ...
-
-    def restore(self, data: Any) -> None:
-        """Takes over a snapshot's state, or raises SnapshotError and changes nothing."""
-        ...
-
-    def check_invariants(self) -> None:
-        """Raises InvariantError, saying what is broken."""
-        ...
+    cached: list[int]
+    donor_id: int | None = None
+    num_donated: int = 0
+    leader_id: int | None = None
 
 
 class PagedAllocator:
     """Blocks on demand: a sequence holds what its tokens need, rounded up to one block (paper sections 4.2, 4.3).
 
     Admission takes the blocks of every token known, so that a prompt computed in chunks never runs out halfway, and
-    keeps the watermark free for the sequences that run already.
+    keeps the watermark free for the sequences that run already. Sequences of one request share what they have in
+    common, and with prefix caching everybody shares equal prefixes in full blocks.
+
+    Attributes:
+        pool: the physical blocks.
+        prefix_stats: of the prefix cache.
     """
 
     def __init__(self, config: CacheConfig) -> None:
         self.block_size = config.block_size
         self.num_blocks = config.num_blocks
+        self.caches_prefixes = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks)
+        self.prefix_stats = PrefixStats()
+        self._config = config
         self._watermark = config.watermark_blocks
         self._tables: dict[int, BlockTable] = {}
+        self._pins: dict[str, list[int]] = {}
 
-    def can_admit(self, sequence: Sequence, *, alone: bool) -> bool:
-        """Whether the free blocks hold all known tokens and, unless it runs `alone`, leave the watermark free."""
-        needed = num_blocks_for(len(sequence.token_ids), self.block_size)
-        return self.pool.num_free - needed >= (0 if alone else self._watermark)
+    # ------------------------------------------------------------------ admission
 
-    def admit(self, sequence: Sequence) -> list[int]:
-        """Takes the blocks of all known tokens; returns them in logical order. Raises OutOfBlocks."""
+    def admit(self, sequences: List[Sequence], *, alone: bool) -> list[Admission]:
+        """Takes the blocks of all tokens known and not shared and, unless `alone`, leaves the watermark free.
+
+        Raises:
+            OutOfBlocks: if there are too few.
+        """
+        shares, needed = self._find_shares(sequences)
+        pool, kept = self.pool, 0 if alone else self._watermark
+        if needed > pool.num_free - kept:
+            keeping = f", and {kept} must stay so" if kept else ""
+            raise OutOfBlocks(
+                f"{needed} blocks were asked for, but {pool.num_free} of {pool.num_blocks} are free{keeping}"
+            )
+        for share in shares:  # before anything is allocated, which could evict them
+            pool.share(share.cached)
+        return [self._admit(seq, share) for seq, share in zip(sequences, shares, strict=True)]
+
+    def _admit(self, sequence: Sequence, share: _Share) -> Admission:
         assert sequence.seq_id not in self._tables, f"sequence {sequence.seq_id} is admitted already"
-        table = BlockTable(self.pool, self.block_size)
-        table.append(len(sequence.token_ids))
+        size, num_tokens, table = self.block_size, len(sequence.token_ids), BlockTable(self.pool, self.block_size)
+        if share.leader_id is not None:
+            table = self._tables[share.leader_id].fork()
+        elif share.donor_id is not None:
+            table = self._tables[share.donor_id].fork(share.num_donated)
+        elif share.cached:
+            table.blocks, table.num_tokens = list(share.cached), len(share.cached) * size
+        num_found = table.num_tokens
+        table.append(num_tokens - num_found)
         self._tables[sequence.seq_id] = table
-        return list(table.blocks)
+        if share.leader_id is not None:
+            return Admission(leader_id=share.leader_id)
+        sequence.num_sealed = len(share.cached)
+        num_cached = len(share.cached) * size
+        # The last token is computed even if it is cached: its hidden state is what the next one is sampled from.
+        num_shared = min(num_found, num_tokens - 1)
+        if self._looks_up(sequence) and not sequence.num_preemptions:
+            stats = self.prefix_stats
+            stats.queries += 1
+            stats.query_tokens += num_tokens
+            stats.hits += num_cached > 0
+            stats.hit_tokens += min(num_cached, num_shared)
+        return Admission(num_shared, num_cached)
 
-    def grow(self, sequence: Sequence, num_tokens: int) -> list[int]:
-        """Holds `num_tokens` tokens in all; returns the blocks gained, often none. Raises OutOfBlocks."""
-        table = self._tables[sequence.seq_id]
+    def _find_shares(self, sequences: List[Sequence]) -> tuple[list[_Share], int]:
+        """What each sequence need not take for itself, and the blocks that must be free for all of them."""
+        shares: list[_Share] = []
+        needed, revived = 0, set()
+        for index, sequence in enumerate(sequences):
+            share = self._find_share(sequence, sequences[:index])
+            shares.append(share)
+            if share.leader_id is None:
+                num_shared = len(share.cached) + share.num_donated
+                needed += num_blocks_for(len(sequence.token_ids), self.block_size) - num_shared
+                revived.update(self.pool.unreferenced(share.cached))
+        return shares, needed + len(revived)
+
+    def _find_share(self, sequence: Sequence, siblings: List[Sequence]) -> _Share:
+        cached = self._find_cached(sequence)
+        donor_id, num_donated = None, 0
+        for sibling in siblings:
+            if sibling.token_ids == sequence.token_ids:
+                return _Share([], leader_id=sibling.seq_id)
+            common = _num_common_blocks(sibling.token_ids, sequence.token_ids, self.block_size)
+            if common > max(num_donated, len(cached)):
+                donor_id, num_donated = sibling.seq_id, common
+        return _Share([] if donor_id is not None else cached, donor_id, num_donated)
+
+    def _looks_up(self, sequence: Sequence) -> bool:
+        """Whether a sequence may use what is cached. Logprobs of a prompt need all of it computed."""
+        wanted = self.caches_prefixes or bool(self._pins)
+        return wanted and sequence.request.params.prompt_logprobs is None
+
+    def _find_cached(self, sequence: Sequence) -> list[int]:
+        """The blocks that hold a sequence's tokens from the first one on, as far as they are cached."""
+        if not self._looks_up(sequence):
+            return []
+        return self.pool.match(self._chain(sequence, len(sequence.token_ids) // self.block_size))
+
+    def _chain(self, sequence: Sequence, num_blocks: int) -> list[BlockHash]:
+        """The hashes of a sequence's full blocks, at least of the first `num_blocks`."""
+        hashes = sequence.hashes
+        if len(hashes) < num_blocks:
+            root = hashes[-1] if hashes else root_hash(self._config.prefix_hash_seed, sequence.request.cache_salt)
+            extend_chain(hashes, root, sequence.token_ids, num_blocks, self.block_size)
+        return hashes
+
+    # ------------------------------------------------------------------ running sequences
+
+    def can_grow(self, sequences: List[Sequence]) -> bool:
+        """Whether the pool has the blocks and copies that these need for one more token each."""
+        needed, writers = 0, Counter[int]()
+        for sequence in sequences:
+            table = self._synced(sequence)
+            if table.num_tokens >= table.capacity:
+                needed += 1
+            elif table.writes_to_shared:
+                writers[table.blocks[-1]] += 1
+        if writers:  # the last holder of a block writes in place
+            needed += sum(min(count, self.pool.ref_count(block) - 1) for block, count in writers.items())
+        return needed <= self.pool.num_free
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> Growth:
+        """Holds `num_tokens` tokens in all; gives the blocks gained, often none, and the copies. Raises OutOfBlocks."""
+        table = self._synced(sequence)
         return table.append(max(0, num_tokens - table.num_tokens))
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Gives `child` a table of its own over the same blocks."""
+        self._tables[child.seq_id] = self._synced(parent).fork()
+        child.hashes = list(parent.hashes)
+        child.num_sealed = parent.num_sealed
+
+    def _synced(self, sequence: Sequence) -> BlockTable:
+        """A sequence's table, told how far it is filled: most decodes need no growth and do not come by here."""
+        table = self._tables[sequence.seq_id]
+        table.num_tokens = max(table.num_tokens, sequence.num_computed)
+        return table
 
     def free(self, sequence: Sequence) -> None:
         """Gives all blocks of the sequence back."""
         self._tables.pop(sequence.seq_id).free()
+        sequence.num_sealed = 0
+
+    # ------------------------------------------------------------------ prefixes
+
+    def seal(self, sequence: Sequence) -> None:
+        """Lets others find a sequence's full blocks, of confirmed tokens, that are computed or planned to be."""
+        self._seal(sequence, min(len(sequence.token_ids), sequence.num_computed) // self.block_size)
+
+    def _seal(self, sequence: Sequence, num_blocks: int) -> None:
+        hashes, blocks, pool = sequence.hashes, self._tables[sequence.seq_id].blocks, self.pool
+        for index in range(sequence.num_sealed, num_blocks):
+            if index >= len(hashes):
+                self._chain(sequence, num_blocks)
+            hashes[index] = pool.seal(blocks[index], hashes[index])
+            if index + 1 < len(hashes):
+                hashes[index + 1].parent = hashes[index]
+        sequence.num_sealed = max(num_blocks, sequence.num_sealed)
+
+    def pin(self, name: str, sequence: Sequence) -> None:
+        """Keeps the full blocks of a sequence's prompt, which are computed or planned to be, for all to find."""
+        assert name not in self._pins, f"prefix {name!r} is pinned already"
+        num_blocks = sequence.prompt_len // self.block_size
+        sequence.num_sealed = 0  # what it found when it was admitted may have been unpinned since
+        self._seal(sequence, num_blocks)
+        found = [self.pool.lookup(hash_) for hash_ in sequence.hashes[:num_blocks]]
+        blocks = [block for block in found if block is not None]
+        assert len(blocks) == num_blocks, "a sealed block cannot be found"
+        for block in blocks:
+            self.pool.incref(block)
+        self._pins[name] = blocks
+
+    def unpin(self, name: str) -> None:
+        """Lets go of a prefix. Without prefix caching its blocks are then found by nobody new."""
+        blocks = self._pins.pop(name)
+        kept = {block for others in self._pins.values() for block in others}
+        for block in reversed(blocks):
+            if not self.caches_prefixes and block not in kept:
+                self.pool.unseal(block)
+            self.pool.decref(block)
+
+    def pins(self) -> dict[str, list[int]]:
+        """Blocks of each pinned prefix, in logical order."""
+        return {name: list(blocks) for name, blocks in self._pins.items()}
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes. Raises BlocksInUse while a sequence or a registered prefix holds a block."""
+        self.pool.reset_cache()
+
+    # ------------------------------------------------------------------ looking inside
 
     def block_table(self, seq_id: int) -> list[int]:
         """Physical blocks of an admitted sequence, in logical order."""
         return list(self._tables[seq_id].blocks)
 
     def seq_ids(self) -> list[int]:
-        """Sequences that hold blocks, in order of admission."""
+        """Sequences that hold blocks, in the order in which they got them."""
         return list(self._tables)
+
+    @property
+    def num_logical_blocks(self) -> int:
+        """Blocks that the tables list, shared ones as often as they are listed."""
+        return sum(len(table.blocks) for table in self._tables.values())
+
+    @property
+    def num_physical_blocks(self) -> int:
+        """Blocks that the tables list, each once."""
+        pinned = Counter(block for blocks in self._pins.values() for block in blocks)
+        only_pinned = sum(self.pool.ref_count(block) == count for block, count in pinned.items())
+        return self.pool.num_used - only_pinned
 
     def usage(self, num_computed: Mapping[int, int]) -> KVUsage:
         """What the slots are used for: waste is only the unfilled end of each last block."""
-        states = reserved = taken = 0
+        size, reserved = self.block_size, 0
+        unfilled: dict[int, int] = {}  # slots of a block; whoever shares it has filled as many
         for seq_id, table in self._tables.items():
             computed = num_computed[seq_id]
-            states += computed
-            reserved += max(0, table.num_tokens - computed)
-            taken += table.capacity
-        free = self.pool.num_free * self.block_size
-        return KVUsage(states, reserved, taken - states - reserved, 0, free)
+            blocks = table.blocks
+            for index in range(computed // size, len(blocks)):
+                if blocks[index] not in unfilled:
+                    begin, end = max(computed, index * size), (index + 1) * size
+                    unfilled[blocks[index]] = end - begin
+                    reserved += max(0, min(table.num_tokens, end) - begin)
+        empty = sum(unfilled.values())
+        states = self.pool.num_used * size - empty
+        return KVUsage(states, reserved, empty - reserved, 0, self.pool.num_free * size)
+
+    # ------------------------------------------------------------------ snapshots and checks
 
     def snapshot(self) -> dict[str, Any]:
-        """Pool and tables as plain JSON-able data."""
-        tables = [[seq_id, table.num_tokens, list(table.blocks)] for seq_id, table in self._tables.items()]
-        return {"kind": "paged", "block_size": self.block_size, "pool": self.pool.snapshot(), "tables": tables}
+        """Pool, tables and pinned prefixes as plain JSON-able data."""
+        stats = self.prefix_stats
+        return {
+            "kind": "paged",
+            "block_size": self.block_size,
+            "pool": self.pool.snapshot(),
+            "tables": [[seq_id, table.num_tokens, list(table.blocks)] for seq_id, table in self._tables.items()],
+            "pins": [[name, list(blocks)] for name, blocks in self._pins.items()],
+            "prefix_stats": [stats.queries, stats.query_tokens, stats.hits, stats.hit_tokens],
+        }
 
     def restore(self, data: Any) -> None:
         """Takes over the state of a snapshot of the same block size and number of blocks.
@@ -163,20 +301,22 @@ class PagedAllocator:
             given = data["kind"], data["block_size"]
             if given != ("paged", self.block_size):
                 raise SnapshotError(f"snapshot of {given}, but this allocator is {('paged', self.block_size)}")
-            candidate = PagedAllocator(CacheConfig(self.block_size, self.num_blocks))
+            candidate = PagedAllocator(self._config)
             candidate.pool.restore(data["pool"])
             for seq_id, num_tokens, blocks in data["tables"]:
                 table = candidate._tables[int(seq_id)] = BlockTable(candidate.pool, self.block_size)
                 table.blocks, table.num_tokens = [int(block) for block in blocks], int(num_tokens)
+            candidate._pins = {str(name): [int(block) for block in blocks] for name, blocks in data["pins"]}
+            candidate.prefix_stats = PrefixStats(*(int(count) for count in data["prefix_stats"]))
             candidate.check_invariants()
         except SnapshotError:
             raise
         except (KeyError, TypeError, ValueError, InvariantError) as error:
             raise SnapshotError(f"not a snapshot of a paged allocator: {error!r}") from error
-        self.pool, self._tables = candidate.pool, candidate._tables
+        vars(self).update(vars(candidate))
 
     def check_invariants(self) -> None:
-        """Raises InvariantError unless every reference is a table's and every table just holds its tokens."""
+        """Raises InvariantError unless every reference is a table's or a pin's, and tables just hold their tokens."""
         self.pool.check_invariants()
         references = [0] * (self.num_blocks + 1)
         for seq_id, table in self._tables.items():
@@ -186,7 +326,20 @@ class PagedAllocator:
                 if not self.pool.ref_count(block):
                     raise InvariantError(f"sequence {seq_id} holds block {block}, which is free")
                 references[block] += 1
+        for name, blocks in self._pins.items():
+            for block in blocks:
+                if self.pool.hash_of(block) is None:
+                    raise InvariantError(f"prefix {name!r} pins block {block}, which is not sealed")
+                references[block] += 1
         for block in range(1, self.num_blocks + 1):
             found, counted = references[block], self.pool.ref_count(block)
             if found != counted:
-                raise InvariantError(f"block {block} is in {found} tables, but counts {counted} references")
+                raise InvariantError(f"block {block} is in {found} tables and pins, but counts {counted} references")
+
+
+def _num_common_blocks(a: list[int], b: list[int], size: int) -> int:
+    """Full blocks that begin both, fewer than would leave `b` without a token."""
+    count, limit = 0, min(len(a), len(b) - 1) // size
+    while count < limit and a[count * size : (count + 1) * size] == b[count * size : (count + 1) * size]:
+        count += 1
+    return count

@@ -1,6 +1,8 @@
-"""One sequence's map from logical to physical blocks (paper section 4.2)."""
+"""One sequence's map from logical to physical blocks (paper sections 4.2 and 4.4)."""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 from pagedjax.host.block_pool import BlockPool
 
@@ -10,12 +12,26 @@ def num_blocks_for(num_tokens: int, block_size: int) -> int:
     return -(-num_tokens // block_size)
 
 
+class Growth(NamedTuple):
+    """What changed at the end of a table.
+
+    Attributes:
+        first_block: index in the table from which on its blocks are new.
+        new_blocks: physical blocks from there on; often none.
+        copies: (source, destination): blocks whose content must be copied before anything is written.
+    """
+
+    first_block: int
+    new_blocks: list[int]
+    copies: list[tuple[int, int]]
+
+
 class BlockTable:
     """Physical blocks of one sequence in logical order. Every block but the last is full.
 
     Attributes:
         blocks: physical block of each logical block.
-        num_tokens: tokens that were asked for so far; at most `capacity`.
+        num_tokens: tokens that were asked for so far; at most `capacity`. The next one to come is written behind them.
     """
 
     __slots__ = ("_block_size", "_pool", "blocks", "num_tokens")
@@ -31,17 +47,40 @@ class BlockTable:
         """Tokens that the blocks can hold."""
         return len(self.blocks) * self._block_size
 
-    def append(self, num_tokens: int) -> list[int]:
-        """Makes room for that many further tokens; returns the blocks taken for them.
+    @property
+    def writes_to_shared(self) -> bool:
+        """Whether the next token's place is in a block that others refer to as well."""
+        index, offset = divmod(self.num_tokens, self._block_size)
+        return offset > 0 and self._pool.ref_count(self.blocks[index]) > 1
+
+    def append(self, num_tokens: int) -> Growth:
+        """Makes room for that many further tokens, to be written behind those there are.
+
+        If the last block is partly filled and shared, a copy takes its place: whoever writes first copies, and whoever
+        is left alone with it writes in place.
 
         Raises:
             OutOfBlocks: if the pool has too few; nothing is changed then.
         """
-        total = self.num_tokens + num_tokens
-        taken = self._pool.allocate(max(0, num_blocks_for(total, self._block_size) - len(self.blocks)))
-        self.blocks += taken
+        total, first = self.num_tokens + num_tokens, len(self.blocks)
+        copies = num_tokens > 0 and self.writes_to_shared
+        taken = self._pool.allocate(max(0, num_blocks_for(total, self._block_size) - first) + copies)
         self.num_tokens = total
-        return taken
+        if not copies:
+            self.blocks += taken
+            return Growth(first, taken, [])
+        source = self.blocks[first - 1]
+        self.blocks[first - 1 :] = taken
+        self._pool.decref(source)
+        return Growth(first - 1, taken, [(source, taken[0])])
+
+    def fork(self, num_blocks: int | None = None) -> BlockTable:
+        """A table that shares the first `num_blocks` blocks; by default all of them, and all tokens."""
+        child = BlockTable(self._pool, self._block_size)
+        child.blocks = self.blocks[:num_blocks]
+        child.num_tokens = min(self.num_tokens, child.capacity)
+        self._pool.share(child.blocks)
+        return child
 
     def slots(self, start: int, n: int) -> list[int]:
         """Slots (`block * block_size + offset`) of the tokens at positions `start` to `start + n - 1`.
@@ -55,8 +94,10 @@ class BlockTable:
         return [blocks[position // size] * size + position % size for position in range(start, start + n)]
 
     def free(self) -> None:
-        """Gives all blocks back, the last one first, so that the next table to take them lists them alike."""
-        for block in reversed(self.blocks):
-            self._pool.decref(block)
+        """Gives all blocks back, the last one first, so that the next table to take them lists them alike.
+
+        Of what stays cached, a prefix's tail is then evicted before its head.
+        """
+        self._pool.release(reversed(self.blocks))
         self.blocks = []
         self.num_tokens = 0

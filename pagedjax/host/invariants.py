@@ -6,7 +6,7 @@ from collections import Counter
 from typing import TYPE_CHECKING
 
 from pagedjax.errors import InvariantError
-from pagedjax.request import Sequence, SequenceStatus
+from pagedjax.request import Sequence, SequenceGroup, SequenceStatus
 
 if TYPE_CHECKING:
     from pagedjax.host.scheduler import Scheduler
@@ -23,72 +23,113 @@ def check_scheduler(scheduler: Scheduler) -> None:
     _check_queues(scheduler)
     _check_slots(scheduler)
     _check_in_flight(scheduler)
-    for seq in scheduler._running:
-        _check_running(scheduler, seq)
+    for group in scheduler._groups.values():
+        _check_group(group)
+    for group in scheduler._running:
+        for seq in group.unfinished:
+            _check_running(scheduler, group, seq)
     for group in scheduler._waiting:
-        for seq in group.sequences:
+        _require(not group.spare_slots, f"waiting request {group.request.request_id!r} keeps slots")
+        for seq in group.unfinished:
             _check_waiting(seq)
 
 
 def _check_queues(scheduler: Scheduler) -> None:
-    """Every unfinished sequence runs or waits, in order of arrival, and just those that run hold memory."""
+    """Every unfinished request runs or waits, in order of arrival, and just those that run hold memory."""
     for name, group in scheduler._groups.items():
-        _require(bool(group.sequences) and group.request.request_id == name, f"request {name!r} has no sequences")
-    running = [seq.seq_id for seq in scheduler._running]
-    waiting = [seq.seq_id for group in scheduler._waiting for seq in group.sequences]
-    known = [seq.seq_id for group in scheduler._groups.values() for seq in group.sequences]
-    _require(running + waiting == known, f"running {running} and waiting {waiting} are not {known} in order")
-    _require(known == sorted(set(known)), f"sequences {known} are not in order of arrival")
+        _require(bool(group.unfinished) and group.request.request_id == name, f"request {name!r} has no sequences")
+    running = [group.request.request_id for group in scheduler._running]
+    waiting = [group.request.request_id for group in scheduler._waiting]
+    _require(
+        sorted(running + waiting) == sorted(scheduler._groups),
+        f"running {running} and waiting {waiting} are not {list(scheduler._groups)}, once each",
+    )
+    arrivals = [group.arrival for group in [*scheduler._running, *scheduler._waiting]]
+    _require(arrivals == sorted(arrivals), f"running {running} and waiting {waiting} are not in order of arrival")
+    _require(not arrivals or max(arrivals) < scheduler._num_arrivals, "a request is waiting that was never added")
+    _require(scheduler._next_index.keys() <= set(arrivals), "a family of forks has no member left")
+    known = sorted(seq.seq_id for group in scheduler._groups.values() for seq in group.unfinished)
+    _require(known == sorted(scheduler._sequences), f"sequences {known} are not {sorted(scheduler._sequences)}")
     _require(not known or known[-1] < scheduler._next_seq_id, f"sequence {known[-1:]} was never added")
     holders = sorted(scheduler.allocator.seq_ids())
-    _require(holders == running, f"sequences {holders} hold memory, but {running} run")
-    unfinished = sum(seq.num_computed < seq.request.max_len - 1 for seq in scheduler._running)
+    members = sorted(seq.seq_id for group in scheduler._running for seq in group.unfinished)
+    _require(holders == members, f"sequences {holders} hold memory, but {members} run")
+    unfinished = sum(
+        seq.num_computed < seq.request.max_len - 1 for group in scheduler._running for seq in group.unfinished
+    )
     limit = scheduler.config.max_num_batched_tokens
     _require(unfinished <= limit, f"{unfinished} sequences run, but a step has {limit} tokens")
 
 
 def _check_slots(scheduler: Scheduler) -> None:
-    slots = sorted([seq.slot for seq in scheduler._running] + scheduler._free_slots)
+    used = [seq.slot for group in scheduler._running for seq in group.unfinished]
+    spare = [slot for group in scheduler._running for slot in group.spare_slots]
+    slots = sorted(used + spare + scheduler._free_slots)
     expected = list(range(1, scheduler.config.max_num_seqs + 1))
     _require(slots == expected, f"slots {slots} are in use or free, not 1 to {len(expected)} once each")
 
 
 def _check_in_flight(scheduler: Scheduler) -> None:
-    steps = [step for step, _ in scheduler._in_flight]
+    steps = [flight.step for flight in scheduler._in_flight]
     _require(steps == sorted(set(steps)), f"steps {steps} in flight are out of order")
     _require(not steps or steps[-1] < scheduler.num_steps, f"step {steps[-1:]} in flight was never planned")
-    pending = Counter(seq.seq_id for _, sampling in scheduler._in_flight for seq in sampling)
-    for group in scheduler._groups.values():
-        for seq in group.sequences:
-            found = pending[seq.seq_id]
-            _require(
-                found == seq.num_pending,
-                f"sequence {seq.seq_id} has {seq.num_pending} tokens pending, {found} in flight",
-            )
+    pending = Counter(seq.seq_id for flight in scheduler._in_flight for seq in flight.sampling)
+    searching = [group for flight in scheduler._in_flight for group in flight.searching]
+    pending.update(seq.seq_id for group in searching for seq in group.sequences)
+    for seq in scheduler._sequences.values():
+        found = pending[seq.seq_id]
+        _require(
+            found == seq.num_pending,
+            f"sequence {seq.seq_id} has {seq.num_pending} tokens pending, {found} in flight",
+        )
 
 
-def _check_running(scheduler: Scheduler, seq: Sequence) -> None:
+def _check_group(group: SequenceGroup) -> None:
+    name, count = f"request {group.request.request_id!r}", len(group.sequences)
+    _require(len({seq.status for seq in group.unfinished}) == 1, f"{name} runs in part")
+    if group.beam is None:
+        _require(count == group.request.width, f"{name} has {count} samples, but wants {group.request.width}")
+        return
+    _require(count == len(group.beam.logprobs), f"{name} has {count} beams, but {len(group.beam.logprobs)} logprobs")
+    _require(len({len(seq.token_ids) for seq in group.sequences}) == 1, f"{name} has beams of several lengths")
+    kept = len(group.spare_slots) + count
+    running = group.sequences[0].status is SequenceStatus.RUNNING
+    _require(count <= group.request.width, f"{name} has {count} beams, but wants {group.request.width}")
+    _require(not running or kept == group.request.width, f"{name} keeps {kept} slots for {group.request.width} beams")
+
+
+def _check_running(scheduler: Scheduler, group: SequenceGroup, seq: Sequence) -> None:
     name = f"running sequence {seq.seq_id}"
-    known, blocks = len(seq.token_ids) + seq.num_pending, scheduler.allocator.block_table(seq.seq_id)
+    size, blocks = scheduler.allocator.block_size, scheduler.allocator.block_table(seq.seq_id)
+    known = len(seq.token_ids) + seq.num_pending
     _require(seq.status is SequenceStatus.RUNNING, f"{name} has status {seq.status.value}")
     _require(
-        seq.capacity == len(blocks) * scheduler.allocator.block_size,
-        f"{name} believes in {seq.capacity} slots, but has {len(blocks)} blocks",
+        seq.capacity == len(blocks) * size, f"{name} believes in {seq.capacity} slots, but has {len(blocks)} blocks"
     )
     _require(known <= seq.request.max_len, f"{name} has {known} tokens, but may reach {seq.request.max_len}")
-    _require(0 < seq.num_computed <= seq.capacity, f"{name} has {seq.num_computed} tokens in {seq.capacity} slots")
-    if seq.num_computed < seq.prefill_len:
+    least = int(group.only is not None)  # others may wait for those before them
+    _require(least <= seq.num_computed <= seq.capacity, f"{name} has {seq.num_computed} tokens in {seq.capacity} slots")
+    if seq.leader_id is not None:
+        leaders = [other for other in group.unfinished if other.seq_id == seq.leader_id]
+        _require(len(leaders) == 1 and leaders[0].leader_id is None, f"{name} follows {seq.leader_id}")
+        _require(seq.num_computed == 0 and seq.fresh, f"{name} computes, though it follows")
+    if group.beam is not None:
+        _require(seq.decode_until == 0, f"{name} is a beam, but decodes ahead")
+        limit = len(seq.token_ids) - (not seq.num_pending)
+        ok = seq.num_computed == limit if seq.num_pending else seq.num_computed <= limit
+        _require(ok, f"{name} has computed {seq.num_computed} of {limit} tokens")
+    elif seq.num_computed < seq.prefill_len:
         _require(seq.decode_until == 0 and seq.num_pending == 0, f"{name} decodes before its prefill is done")
         _require(known == seq.prefill_len, f"{name} has {known} tokens, but is prefilling {seq.prefill_len}")
     else:
         limit = min(seq.capacity, seq.request.max_len - 1)
-        _require(seq.decode_until == limit, f"{name} decodes until {seq.decode_until}, not {limit}")
+        _require(seq.decode_until in (limit, seq.num_computed), f"{name} decodes until {seq.decode_until}, not {limit}")
         _require(known == seq.num_computed + 1, f"{name} has {known} tokens, {seq.num_computed} of them computed")
 
 
 def _check_waiting(seq: Sequence) -> None:
     name = f"waiting sequence {seq.seq_id}"
     _require(seq.status is SequenceStatus.WAITING, f"{name} has status {seq.status.value}")
-    held = (seq.slot, seq.num_computed, seq.prefill_len, seq.capacity, seq.decode_until)
-    _require(not any(held), f"{name} still holds {held}")
+    held = (seq.slot, seq.num_computed, seq.prefill_len, seq.capacity, seq.decode_until, seq.num_cached, seq.num_sealed)
+    _require(not any(held) and not seq.fresh and seq.leader_id is None, f"{name} still holds {held}")
     _require(len(seq.token_ids) < seq.request.max_len, f"{name} is complete")

@@ -4,6 +4,9 @@ from __future__ import annotations
 
 from typing import NamedTuple
 
+from pagedjax.host.beam import BeamCandidate
+from pagedjax.request import Sequence, SequenceGroup
+
 
 class ScheduledChunk(NamedTuple):
     """One sequence's part of a step. A tuple, since hundreds are made each step.
@@ -12,13 +15,15 @@ class ScheduledChunk(NamedTuple):
         seq_id: the sequence.
         slot: its row of the device's per-sequence state and block table, from 1.
         start: position of the chunk's first token.
-        num_tokens: tokens computed.
-        token_ids: the chunk's tokens; empty for a decode, whose one token is the last one sampled at `slot`, which
-            never left the device.
+        num_tokens: tokens computed. 0 for a sample that has all its tokens in common with the chunk before it: it only
+            samples, from that chunk's last row.
+        token_ids: the chunk's tokens; empty for a decode whose one token is the last one sampled at `slot`, which never
+            left the device.
         first_block: index in the sequence's table of the first block that is new to the device; 0 if none is.
         new_blocks: physical blocks from that index on; empty for most decodes.
-        samples: whether the chunk reaches the sequence's last known token, so that a next token is sampled.
-        fresh: whether the sequence was admitted in this step: `slot` still holds an earlier sequence's state.
+        samples: whether a next token is sampled: the chunk reaches the sequence's last known token.
+        fresh: whether the device hears of the sequence for the first time: `slot` still holds an earlier one's state.
+        writes: whether its keys and values are stored. Not those of a last token that is cached already.
     """
 
     seq_id: int
@@ -30,6 +35,26 @@ class ScheduledChunk(NamedTuple):
     new_blocks: tuple[int, ...]
     samples: bool
     fresh: bool
+    writes: bool = True
+
+
+class ScheduledBeams(NamedTuple):
+    """The beams of one request, whose best continuations are asked for.
+
+    Attributes:
+        first_chunk: index in the plan of the first beam's chunk; the others follow it. None of them samples.
+        num_chunks: beams.
+        width: beams that there may be.
+        logprobs: of each beam so far.
+        num_candidates: continuations wanted.
+    """
+
+    request_id: str
+    first_chunk: int
+    num_chunks: int
+    width: int
+    logprobs: tuple[float, ...]
+    num_candidates: int
 
 
 class StepPlan(NamedTuple):
@@ -38,6 +63,8 @@ class StepPlan(NamedTuple):
     Attributes:
         step: counts the plans made, from 0.
         chunks: at most `max_num_seqs`, of `num_tokens` tokens together.
+        copies: (source, destination) blocks, to be copied before anything is written; no block is both.
+        beams: requests that search with beams in this step.
         preempted: sequences that lost their blocks in this step and will be computed again.
         failed: sequences that ended in this step because they outgrew the whole pool.
     """
@@ -47,6 +74,8 @@ class StepPlan(NamedTuple):
     num_tokens: int
     preempted: tuple[int, ...] = ()
     failed: tuple[int, ...] = ()
+    copies: tuple[tuple[int, int], ...] = ()
+    beams: tuple[ScheduledBeams, ...] = ()
 
 
 class StepResult(NamedTuple):
@@ -56,11 +85,13 @@ class StepResult(NamedTuple):
         step: of the plan this answers.
         token_ids: one for every chunk of the plan that samples, in the plan's order.
         errors: {seq_id: message} of sequences whose logits were not finite; their token is ignored.
+        beams: for each of the plan's `beams` its best continuations, best first; as many as were wanted, or all.
     """
 
     step: int
     token_ids: list[int]
     errors: dict[int, str] | None = None
+    beams: list[list[BeamCandidate]] | None = None
 
 
 class SequenceUpdate(NamedTuple):
@@ -74,3 +105,11 @@ class SequenceUpdate(NamedTuple):
     seq_id: int
     token_id: int | None
     finish_reason: str | None
+
+
+class InFlight(NamedTuple):
+    """A plan whose result has not come: who samples in it, and who searches with beams."""
+
+    step: int
+    sampling: list[Sequence]
+    searching: list[SequenceGroup]

@@ -7,12 +7,14 @@ from dataclasses import asdict, fields
 from typing import TYPE_CHECKING, Any
 
 from pagedjax.errors import PagedJaxError, SnapshotError
-from pagedjax.request import Request, SamplingParams, Sequence, SequenceGroup, SequenceStatus
+from pagedjax.host.beam import BeamSearch, Hypothesis
+from pagedjax.host.plan import InFlight
+from pagedjax.request import BeamSearchParams, Request, SamplingParams, Sequence, SequenceGroup, SequenceStatus
 
 if TYPE_CHECKING:
     from pagedjax.host.scheduler import Scheduler
 
-VERSION = 1
+VERSION = 2
 
 _PARAMS = tuple(field.name for field in fields(SamplingParams))
 
@@ -45,6 +47,9 @@ def dump_request(request: Request) -> dict[str, Any]:
         "max_len": int(request.max_len),
         "arrival_time": float(request.arrival_time),
         "prompt": request.prompt,
+        "beam": None if request.beam is None else asdict(request.beam),
+        "cache_salt": request.cache_salt,
+        "registers_prefix": request.registers_prefix,
     }
 
 
@@ -60,47 +65,90 @@ def load_request(data: dict[str, Any]) -> Request:
             "stop_ids": frozenset(int(token) for token in data["stop_ids"]),
             "max_len": int(data["max_len"]),
             "arrival_time": float(data["arrival_time"]),
+            "beam": None if data["beam"] is None else BeamSearchParams(**data["beam"]),
         }
     )
 
 
+_COUNTS = (
+    "seq_id",
+    "index",
+    "num_pending",
+    "num_computed",
+    "slot",
+    "prefill_len",
+    "capacity",
+    "decode_until",
+    "check_len",
+    "num_cached",
+    "num_sealed",
+    "num_preemptions",
+)
+
+
 def dump_sequence(sequence: Sequence) -> dict[str, Any]:
-    """An unfinished sequence as data; of its tokens only the output, the prompt being the request's."""
+    """A sequence as data; of its tokens only the output, the prompt being the request's. Its hashes are made anew."""
     return {
-        "seq_id": sequence.seq_id,
-        "index": sequence.index,
+        **{name: getattr(sequence, name) for name in _COUNTS},
         "output": [int(token) for token in sequence.token_ids[sequence.prompt_len :]],
-        "num_pending": sequence.num_pending,
-        "num_computed": sequence.num_computed,
-        "slot": sequence.slot,
-        "prefill_len": sequence.prefill_len,
-        "capacity": sequence.capacity,
-        "decode_until": sequence.decode_until,
+        "fresh": sequence.fresh,
+        "leader_id": sequence.leader_id,
         "status": sequence.status.value,
-        "num_preemptions": sequence.num_preemptions,
+        "finish_reason": sequence.finish_reason,
+        "stop_reason": sequence.stop_reason,
     }
 
 
 def load_sequence(data: dict[str, Any], request: Request) -> Sequence:
     """Inverse of `dump_sequence`."""
-    counts: dict[str, Any] = {name: int(value) for name, value in data.items() if name not in ("output", "status")}
-    token_ids = [*request.prompt_token_ids, *map(int, data["output"])]
-    return Sequence(request=request, token_ids=token_ids, status=SequenceStatus(data["status"]), **counts)
+    counts: dict[str, Any] = {name: int(data[name]) for name in _COUNTS}
+    return Sequence(
+        request=request,
+        token_ids=[*request.prompt_token_ids, *map(int, data["output"])],
+        status=SequenceStatus(data["status"]),
+        fresh=bool(data["fresh"]),
+        leader_id=None if data["leader_id"] is None else int(data["leader_id"]),
+        finish_reason=data["finish_reason"],
+        stop_reason=data["stop_reason"],
+        **counts,
+    )
 
 
 def dump_group(group: SequenceGroup) -> dict[str, Any]:
-    """An unfinished request with its sequences as data."""
-    return {"request": dump_request(group.request), "sequences": [dump_sequence(seq) for seq in group.sequences]}
+    """An unfinished request with its sequences as data, those included that have ended before the others."""
+    beam = group.beam
+    return {
+        "request": dump_request(group.request),
+        "sequences": [dump_sequence(seq) for seq in group.sequences],
+        "arrival": group.arrival,
+        "spare_slots": list(group.spare_slots),
+        "beam": beam and {"logprobs": list(beam.logprobs), "hypotheses": [list(h) for h in beam.hypotheses]},
+    }
 
 
 def load_group(data: dict[str, Any]) -> SequenceGroup:
     """Inverse of `dump_group`."""
     request = load_request(data["request"])
-    return SequenceGroup(request, [load_sequence(seq, request) for seq in data["sequences"]])
+    group = SequenceGroup(
+        request,
+        [load_sequence(seq, request) for seq in data["sequences"]],
+        int(data["arrival"]),
+        spare_slots=[int(slot) for slot in data["spare_slots"]],
+    )
+    if request.beam is None and request.width == 1:
+        (group.only,) = group.sequences
+    if request.beam is not None:
+        beam = group.beam = BeamSearch(request.beam, request.stop_ids, request.max_len - len(request.prompt_token_ids))
+        beam.logprobs = [float(value) for value in data["beam"]["logprobs"]]
+        beam.hypotheses = [
+            Hypothesis(float(score), float(logprob), tuple(map(int, tokens)), str(reason))
+            for score, logprob, tokens, reason in data["beam"]["hypotheses"]
+        ]
+    return group
 
 
 def dump_scheduler(scheduler: Scheduler) -> dict[str, Any]:
-    """A scheduler and its allocator as data. Sequences in flight are named by id: those that ended need no more."""
+    """A scheduler and its allocator as data. Sequences in flight are named by number: those that ended need no more."""
     return {
         "version": VERSION,
         "config": asdict(scheduler.config),
@@ -108,11 +156,16 @@ def dump_scheduler(scheduler: Scheduler) -> dict[str, Any]:
         "num_steps": scheduler.num_steps,
         "num_preemptions": scheduler.num_preemptions,
         "next_seq_id": scheduler._next_seq_id,
+        "num_arrivals": scheduler._num_arrivals,
+        "next_index": [[arrival, index] for arrival, index in scheduler._next_index.items()],
         "groups": [dump_group(group) for group in scheduler._groups.values()],
         "waiting": [group.request.request_id for group in scheduler._waiting],
-        "running": [seq.seq_id for seq in scheduler._running],
+        "running": [group.request.request_id for group in scheduler._running],
         "free_slots": list(scheduler._free_slots),
-        "in_flight": [[step, [seq.seq_id for seq in sampling]] for step, sampling in scheduler._in_flight],
+        "in_flight": [
+            [step, [seq.seq_id for seq in sampling], [group.arrival for group in searching]]
+            for step, sampling, searching in scheduler._in_flight
+        ],
     }
 
 
@@ -145,21 +198,31 @@ def _check_header(scheduler: Scheduler, data: object) -> None:
 
 def _fill(scheduler: Scheduler, data: dict[str, Any]) -> None:
     groups = [load_group(group) for group in data["groups"]]
-    sequences = {seq.seq_id: seq for group in groups for seq in group.sequences}
+    sequences = {seq.seq_id: seq for group in groups for seq in group.unfinished}
+    searches = {group.arrival: group for group in groups if group.beam is not None}
     scheduler.num_steps = int(data["num_steps"])
     scheduler.num_preemptions = int(data["num_preemptions"])
     scheduler._next_seq_id = int(data["next_seq_id"])
+    scheduler._num_arrivals = int(data["num_arrivals"])
+    scheduler._next_index = {int(arrival): int(index) for arrival, index in data["next_index"]}
     scheduler._groups = {group.request.request_id: group for group in groups}
+    scheduler._sequences = sequences
     scheduler._waiting = deque(scheduler._groups[request_id] for request_id in data["waiting"])
-    scheduler._running = [sequences[seq_id] for seq_id in data["running"]]
+    scheduler._running = [scheduler._groups[request_id] for request_id in data["running"]]
     scheduler._free_slots = [int(slot) for slot in data["free_slots"]]
     scheduler._in_flight = deque(
-        (int(step), [sequences.get(seq_id) or _ended(seq_id) for seq_id in sampling])
-        for step, sampling in data["in_flight"]
+        InFlight(
+            int(step),
+            [sequences.get(seq_id) or _ended(seq_id) for seq_id in sampling],
+            [searches.get(arrival) or SequenceGroup(_NOBODY, [], int(arrival)) for arrival in searching],
+        )
+        for step, sampling, searching in data["in_flight"]
     )
+
+
+_NOBODY = Request("", -1, (), SamplingParams(), 0, frozenset(), 0)
 
 
 def _ended(seq_id: int) -> Sequence:
     """Stands for a sequence that ended with a step in flight: its token will be ignored."""
-    request = Request("", -1, (), SamplingParams(), 0, frozenset(), 0)
-    return Sequence(seq_id, request, status=SequenceStatus.FINISHED)
+    return Sequence(seq_id, _NOBODY, status=SequenceStatus.FINISHED)

@@ -30,6 +30,11 @@ class AttentionBackend:
     name: str = "auto"
     interpret: bool = False
 
+    @property
+    def writer(self) -> str:
+        """What writes and copies: kernels where there are some for this chip, though attention may be interpreted."""
+        return self.name if self.name in ("reference", "xla") else "auto"
+
 
 class Attention(nn.Module):
     """Grouped-query attention through the block tables (paper section 4.1)."""
@@ -47,11 +52,11 @@ class Attention(nn.Module):
         turned = apply_rope(qkv[: c.num_heads + c.num_kv_heads], *rope).transpose(2, 0, 1)
         q, k = turned[:, : c.num_heads], turned[:, c.num_heads :]
         v = qkv[c.num_heads + c.num_kv_heads :].transpose(2, 0, 1)
-        name = self.backend.name
-        chosen: dict[str, Any] = {"backend": name, "interpret": self.backend.interpret}
-        writer = name if name in ("reference", "xla") else "auto"  # a kernel where there is one for this chip
+        chosen: dict[str, Any] = {"backend": self.backend.name, "interpret": self.backend.interpret}
         scales = dict(zip(("k_scale", "v_scale"), pool[2:], strict=False))
-        k_pool, v_pool, *new_scales = write_kv(k, v, pool[0], pool[1], batch.slot_mapping, **scales, backend=writer)
+        k_pool, v_pool, *new_scales = write_kv(
+            k, v, pool[0], pool[1], batch.slot_mapping, **scales, backend=self.backend.writer
+        )
         scales = dict(zip(scales, new_scales, strict=True))
         tables = (batch.block_tables, batch.seq_lens, batch.query_start_loc)
         out = paged_attention(q, k_pool, v_pool, *tables, **scales, **chosen)

@@ -9,6 +9,7 @@ import numpy as np
 
 from pagedjax.config import EngineConfig, ModelConfig
 from pagedjax.engine import Engine
+from pagedjax.host.scheduler import _Step
 from pagedjax.models.loader import LoadedModel
 from pagedjax.request import RequestOutput, SamplingParams
 
@@ -55,3 +56,10 @@ def drain(engine: Engine) -> Iterator[RequestOutput]:
     while engine.has_unfinished():
         yield from engine.step()
         engine.scheduler.check_invariants()
+
+
+def preempt_all(engine: Engine) -> None:
+    """Takes the memory of everybody that runs, as if somebody had needed it."""
+    scheduler = engine.scheduler
+    while scheduler._running:
+        scheduler._preempt(scheduler._running[-1], _Step())

@@ -1,19 +1,33 @@
 """A device that only keeps books, and requests for it.
 
-`BookkeepingDevice` stores in every slot of the pool whose key and value it holds: (sequence, position, token). Before
-a chunk attends to what came before, each earlier slot must hold just that; a wrong table, a block used after it was
-given away or a token not computed again after preemption shows at once. The next token is a function of all tokens
-before it, so a sequence's output is known beforehand, whatever is batched, chunked, preempted or planned ahead.
+`BookkeepingDevice` stores in every slot of the pool whose key and value it holds: the token, and a digest of all tokens
+before it, which is what a real key and value depend on. Before a chunk attends to what came before, each earlier slot
+must hold just that; a wrong table, a block used after it was given away, a copy forgotten or a token not computed again
+after preemption shows at once. The next token is a function of all tokens before it and of the sample's index, so a
+sequence's output is known beforehand, whatever is batched, shared, chunked, preempted or planned ahead.
 """
 
 from __future__ import annotations
 
 import zlib
 from collections import deque
+from collections.abc import Sequence as List
 
 from pagedjax.config import CacheConfig, SchedulerConfig
-from pagedjax.host import NULL_BLOCK, PagedAllocator, ScheduledChunk, Scheduler, SequenceUpdate, StepPlan, StepResult
-from pagedjax.request import Request, SamplingParams
+from pagedjax.host import (
+    NULL_BLOCK,
+    BeamCandidate,
+    BeamSearch,
+    Hypothesis,
+    PagedAllocator,
+    ScheduledChunk,
+    Scheduler,
+    SequenceUpdate,
+    StepPlan,
+    StepResult,
+)
+from pagedjax.host.beam import num_candidates
+from pagedjax.request import BeamSearchParams, Request, SamplingParams, Sequence
 
 VOCAB = 12
 STOP = 0
@@ -27,12 +41,30 @@ def make_request(
     stop_ids: tuple[int, ...] = (),
     min_tokens: int = 0,
     request_id: str | None = None,
+    n: int = 1,
+    beam: BeamSearchParams | None = None,
+    salt: str | None = None,
+    family: int | None = None,
+    prompt_logprobs: int | None = None,
+    registers_prefix: bool = False,
 ) -> Request:
-    """A request with a prompt of its own."""
-    prompt = tuple(1 + (number * 7 + position * 5) % (VOCAB - 1) for position in range(prompt_len))
-    params = SamplingParams(max_tokens=max_tokens, min_tokens=min_tokens)
+    """A request with a prompt of its own, or one that begins as those of the same family do."""
+    base = number if family is None else family
+    prompt = tuple(1 + (base * 7 + position * 5) % (VOCAB - 1) for position in range(prompt_len))
+    params = SamplingParams(n=n, max_tokens=max_tokens, min_tokens=min_tokens, prompt_logprobs=prompt_logprobs)
     name = f"r{number}" if request_id is None else request_id
-    return Request(name, number, prompt, params, 0, frozenset(stop_ids), prompt_len + max_tokens)
+    return Request(
+        name,
+        number,
+        prompt,
+        params,
+        0,
+        frozenset(stop_ids),
+        prompt_len + max_tokens,
+        beam=beam,
+        cache_salt=salt,
+        registers_prefix=registers_prefix,
+    )
 
 
 def make_scheduler(
@@ -44,31 +76,66 @@ def make_scheduler(
     max_model_len: int = 64,
     enable_chunked_prefill: bool = True,
     watermark: float = 0.0,
+    enable_prefix_caching: bool = False,
 ) -> Scheduler:
     """A scheduler over a paged allocator."""
     config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill)
-    return Scheduler(config, PagedAllocator(CacheConfig(block_size, num_blocks, watermark)))
+    return Scheduler(config, PagedAllocator(CacheConfig(block_size, num_blocks, watermark, enable_prefix_caching)))
 
 
-def next_token(request: Request, token_ids: list[int]) -> int:
+def paged(scheduler: Scheduler) -> PagedAllocator:
+    """The scheduler's allocator, known to be paged."""
+    assert isinstance(scheduler.allocator, PagedAllocator)
+    return scheduler.allocator
+
+
+def next_token(request: Request, token_ids: List[int], index: int = 0) -> int:
     """What the bookkeeping device samples after these tokens."""
-    token = zlib.crc32(bytes(token_ids)) % VOCAB
+    token = zlib.crc32(bytes(token_ids), index) % VOCAB
     banned = len(token_ids) - len(request.prompt_token_ids) < request.params.min_tokens
     return token + 1 if banned and token in request.stop_ids else token
 
 
-def expected_end(request: Request, num_slots: int) -> tuple[list[int], str]:
-    """Output and finish reason of a request that nobody ends from outside, in a pool of that many slots."""
-    token_ids = list(request.prompt_token_ids)
-    start = len(token_ids)
-    while True:
-        token_ids.append(next_token(request, token_ids))
-        if token_ids[-1] in request.stop_ids and len(token_ids) - start >= request.params.min_tokens:
-            return token_ids[start:], "stop"
+def best_continuations(beams: List[List[int]], logprobs: List[float], count: int) -> list[BeamCandidate]:
+    """What the bookkeeping device answers for beams of these tokens."""
+    found = [
+        BeamCandidate(beam, token, logprob - (zlib.crc32(bytes([*token_ids, token])) % 1000) / 250)
+        for beam, (token_ids, logprob) in enumerate(zip(beams, logprobs, strict=True))
+        for token in range(VOCAB)
+    ]
+    return sorted(found, key=lambda candidate: -candidate.logprob)[:count]
+
+
+def expected_end(
+    request: Request, num_slots: int, index: int = 0, start: List[int] | None = None
+) -> tuple[list[int], str]:
+    """Output and finish reason of a sample that nobody ends from outside, in a pool of that many slots.
+
+    Args:
+        start: tokens that it goes on from, if it was forked.
+    """
+    token_ids = list(start or request.prompt_token_ids)
+    prompt_len = len(request.prompt_token_ids)
+    while len(token_ids) <= num_slots:
+        token_ids.append(next_token(request, token_ids, index))
+        if token_ids[-1] in request.stop_ids and len(token_ids) - prompt_len >= request.params.min_tokens:
+            return token_ids[prompt_len:], "stop"
         if len(token_ids) == request.max_len:
-            return token_ids[start:], "length"
-        if len(token_ids) > num_slots:
-            return token_ids[start:], "error"
+            return token_ids[prompt_len:], "length"
+    return token_ids[prompt_len:], "error"
+
+
+def expected_beams(request: Request) -> list[Hypothesis]:
+    """What a beam search finds where nothing is paged: whole token lists, copied at every step."""
+    assert request.beam is not None
+    prompt, width = list(request.prompt_token_ids), request.beam.beam_width
+    search = BeamSearch(request.beam, request.stop_ids, request.max_len - len(prompt))
+    beams = [prompt]
+    while beams:
+        found = best_continuations(beams, search.logprobs, num_candidates(width, len(request.stop_ids)))
+        survivors = search.advance(found, [tokens[len(prompt) :] for tokens in beams])
+        beams = [[*beams[candidate.beam], candidate.token_id] for candidate in survivors]
+    return search.hypotheses
 
 
 def run(scheduler: Scheduler, tokens: int | None = None) -> tuple[StepPlan, list[SequenceUpdate]]:
@@ -84,60 +151,117 @@ def answer(scheduler: Scheduler, plan: StepPlan, token: int = 9) -> list[Sequenc
 
 
 class BookkeepingDevice:
-    """Executes plans in order; knows of the host only what plans say, and `requests` for what to sample."""
+    """Executes plans in order; knows of the host only what plans say, and `sequences` for what to sample."""
 
-    def __init__(self, block_size: int, num_blocks: int, requests: dict[int, Request]) -> None:
+    def __init__(self, block_size: int, num_blocks: int, sequences: dict[int, tuple[Request, int]]) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
-        self.requests = requests  # by sequence id
-        self.pool: dict[int, tuple[int, int, int]] = {}  # slot of the pool -> sequence, position, token
+        self.sequences = sequences  # by id: the request, and which of its samples
+        self.pool: dict[int, tuple[int, int]] = {}  # slot of the pool -> token, digest of it and all before it
         self.tables: dict[int, list[int]] = {}  # row of the block table -> blocks
         self.last_sampled: dict[int, int] = {}  # row -> token
+        self.computed: dict[int, list[int]] = {}  # row -> tokens, what it shares from the beginning included
+        self.num_copies = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs a plan; raises AssertionError if a chunk would read anything but its own sequence."""
         assert sum(chunk.num_tokens for chunk in plan.chunks) == plan.num_tokens
         assert len({chunk.slot for chunk in plan.chunks}) == len(plan.chunks), "two chunks share a row"
+        self._copy(plan.copies)
         for chunk in plan.chunks:
             self._write(chunk)
-        return StepResult(plan.step, [self._sample(chunk) for chunk in plan.chunks if self._attend(chunk).samples])
+        for before, chunk in zip((None, *plan.chunks), plan.chunks, strict=False):
+            if not chunk.num_tokens:
+                self._check_follower(before, chunk)
+        contexts = {chunk.seq_id: self._context(chunk) for chunk in plan.chunks}
+        token_ids = [self._sample(chunk, contexts[chunk.seq_id]) for chunk in plan.chunks if chunk.samples]
+        beams = []
+        for search in plan.beams:
+            chunks = plan.chunks[search.first_chunk : search.first_chunk + search.num_chunks]
+            assert not any(chunk.samples for chunk in chunks)
+            rows = [contexts[chunk.seq_id] for chunk in chunks]
+            beams.append(best_continuations(rows, search.logprobs, search.num_candidates))
+        return StepResult(plan.step, token_ids, None, beams)
+
+    def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
+        sources, targets = {source for source, _ in copies}, [target for _, target in copies]
+        assert len(set(targets)) == len(targets) and not sources & set(targets), f"{copies} depend on their order"
+        for source, target in copies:
+            assert min(source, target) > NULL_BLOCK and max(source, target) <= self.num_blocks
+            for offset in range(self.block_size):
+                self.pool.pop(target * self.block_size + offset, None)
+                if source * self.block_size + offset in self.pool:
+                    self.pool[target * self.block_size + offset] = self.pool[source * self.block_size + offset]
+        self.num_copies += len(copies)
 
     def _write(self, chunk: ScheduledChunk) -> None:
         if chunk.fresh:
-            assert chunk.start == 0 and chunk.first_block == 0
+            assert chunk.first_block == 0
             self.tables[chunk.slot] = []
             self.last_sampled.pop(chunk.slot, None)
+            self.computed.pop(chunk.slot, None)
         table = self.tables[chunk.slot]
         if chunk.new_blocks:
-            assert chunk.first_block == len(table), "a gap in the table, or blocks sent twice"
-            table.extend(chunk.new_blocks)
+            assert chunk.first_block <= len(table), "a gap in the table"
+            table[chunk.first_block :] = chunk.new_blocks
+        if chunk.fresh:
+            slots = [self._slot(table, position) for position in range(chunk.start)]
+            self.computed[chunk.slot] = [self.pool[slot][0] for slot in slots]
+        if not chunk.num_tokens:
+            return
         token_ids = chunk.token_ids or (self.last_sampled[chunk.slot],)
         assert len(token_ids) == chunk.num_tokens
+        assert len(self.computed[chunk.slot]) == chunk.start, f"{chunk} leaves tokens out"
+        self.computed[chunk.slot] += token_ids
+        if not chunk.writes:
+            return
+        digest = self._digest_before(chunk)
         for position, token in enumerate(token_ids, chunk.start):
-            block = table[position // self.block_size]
-            assert NULL_BLOCK < block <= self.num_blocks
-            self.pool[block * self.block_size + position % self.block_size] = (chunk.seq_id, position, token)
+            digest = _digest(digest, token)
+            self.pool[self._slot(table, position)] = token, digest
 
-    def _attend(self, chunk: ScheduledChunk) -> ScheduledChunk:
-        """After all writes of the step: nobody has written over what the chunk reads."""
-        prompt = self.requests[chunk.seq_id].prompt_token_ids
-        for position, token in enumerate(self._context(chunk)):
-            assert position >= len(prompt) or token == prompt[position]
-        return chunk
+    def _digest_before(self, chunk: ScheduledChunk) -> int:
+        if chunk.start:
+            return self.pool[self._slot(self.tables[chunk.slot], chunk.start - 1)][1]
+        return _root(self.sequences[chunk.seq_id][0])
+
+    def _slot(self, table: list[int], position: int) -> int:
+        block = table[position // self.block_size]
+        assert NULL_BLOCK < block <= self.num_blocks
+        return block * self.block_size + position % self.block_size
 
     def _context(self, chunk: ScheduledChunk) -> list[int]:
+        """After all writes of the step: nobody has written over what the chunk reads."""
         table, tokens = self.tables[chunk.slot], []
+        request = self.sequences[chunk.seq_id][0]
+        digest, prompt = _root(request), request.prompt_token_ids
         for position in range(chunk.start + chunk.num_tokens):
-            block = table[position // self.block_size]
-            seq_id, found, token = self.pool[block * self.block_size + position % self.block_size]
-            assert (seq_id, found) == (chunk.seq_id, position), f"{chunk} reads {(seq_id, found)} at {position}"
+            token, found = self.pool[self._slot(table, position)]
+            digest = _digest(digest, token)
+            assert found == digest, f"{chunk} reads another sequence's token at {position}"
+            assert position >= len(prompt) or token == prompt[position], f"{chunk} reads another prompt at {position}"
             tokens.append(token)
+        assert tokens == self.computed[chunk.slot], f"{chunk} finds other tokens than its own"
         return tokens
 
-    def _sample(self, chunk: ScheduledChunk) -> int:
-        token = next_token(self.requests[chunk.seq_id], self._context(chunk))
+    def _check_follower(self, before: ScheduledChunk | None, chunk: ScheduledChunk) -> None:
+        """A chunk without tokens samples from the last row of the chunk before it."""
+        assert before is not None and chunk.samples and before.samples
+        assert self._context(before) == self._context(chunk)
+
+    def _sample(self, chunk: ScheduledChunk, context: list[int]) -> int:
+        request, index = self.sequences[chunk.seq_id]
+        token = next_token(request, context, index)
         self.last_sampled[chunk.slot] = token
         return token
+
+
+def _root(request: Request) -> int:
+    return zlib.crc32(repr(request.cache_salt).encode())
+
+
+def _digest(before: int, token: int) -> int:
+    return zlib.crc32(bytes([token]), before)
 
 
 class Pipeline:
@@ -146,19 +270,38 @@ class Pipeline:
     def __init__(self, scheduler: Scheduler, depth: int) -> None:
         self.scheduler = scheduler
         self.depth = depth
-        self.requests: dict[int, Request] = {}
+        self.requests: dict[int, Request] = {}  # by sequence; of beams none
+        self.sequences: dict[int, tuple[Request, int]] = {}
+        self.starts: dict[int, list[int]] = {}  # tokens that forks went on from
+        self.searches: dict[str, Request] = {}
+        self.found: dict[str, list[Hypothesis]] = {}
         allocator = scheduler.allocator
-        self.device = BookkeepingDevice(allocator.block_size, allocator.num_blocks, self.requests)
+        self.device = BookkeepingDevice(allocator.block_size, allocator.num_blocks, self.sequences)
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.outputs: dict[int, list[int]] = {}
         self.ends: dict[int, str] = {}
 
     def add(self, request: Request) -> int:
-        """Adds a request; returns its sequence's id."""
-        (seq,) = self.scheduler.add(request).sequences
-        self.requests[seq.seq_id] = request
-        self.outputs[seq.seq_id] = []
+        """Adds a request; returns its first sequence's id."""
+        group = self.scheduler.add(request)
+        if request.beam is not None:
+            self.searches[request.request_id] = request
+        else:
+            for seq in group.sequences:
+                self._register(seq)
+        return group.sequences[0].seq_id
+
+    def _register(self, seq: Sequence) -> None:
+        self.requests[seq.seq_id] = seq.request
+        self.sequences[seq.seq_id] = seq.request, seq.index
+        self.outputs[seq.seq_id] = seq.token_ids[seq.prompt_len :]
+
+    def fork(self, request_id: str, request: Request) -> int:
+        """Forks a request whose tokens are all known; returns the fork's sequence id."""
+        (seq,) = self.scheduler.fork(request_id, request).sequences
+        self._register(seq)
+        self.starts[seq.seq_id] = list(seq.token_ids)
         return seq.seq_id
 
     def step(self) -> bool:
@@ -166,7 +309,12 @@ class Pipeline:
         plan = self.scheduler.schedule()
         if plan is not None:
             self.plans.append(plan)
-            self.ends.update(dict.fromkeys(plan.failed, "error"))
+            self.ends.update({seq_id: "error" for seq_id in plan.failed if seq_id in self.requests})
+            for search in plan.beams:
+                for chunk in plan.chunks[search.first_chunk : search.first_chunk + search.num_chunks]:
+                    self.sequences[chunk.seq_id] = self.searches[search.request_id], 0
+            for chunk in plan.chunks:
+                self.sequences.setdefault(chunk.seq_id, (self.scheduler.sequence(chunk.seq_id).request, 0))
             if plan.chunks:
                 self.results.append(self.device.execute(plan))
         happened = plan is not None or bool(self.results)
@@ -176,12 +324,21 @@ class Pipeline:
 
     def read_back(self) -> None:
         """Gives the oldest result to the scheduler."""
+        running = {group.request.request_id: group for group in self.scheduler.groups() if group.beam is not None}
         for seq_id, token, reason in self.scheduler.update(self.results.popleft()):
             assert seq_id not in self.ends, "a token for a sequence that had ended"
             if token is not None:
                 self.outputs[seq_id].append(token)
             if reason is not None:
                 self.ends[seq_id] = reason
+        for request_id, group in running.items():
+            if group.beam is not None and not group.unfinished and group.sequences[0].finish_reason != "error":
+                self.found[request_id] = group.beam.hypotheses
+
+    def read_all(self) -> None:
+        """Gives all results to the scheduler, so that all tokens are known."""
+        while self.results:
+            self.read_back()
 
     def run_to_end(self, max_steps: int = 10_000) -> None:
         """Steps until nothing is left, neither requests nor results."""

@@ -1,15 +1,15 @@
 import pytest
 
 from pagedjax.errors import OutOfBlocks
-from pagedjax.host import BlockPool, BlockTable
+from pagedjax.host import BlockPool, BlockTable, Growth
 
 
 def test_blocks_come_on_demand_and_only_the_last_is_partly_filled():
     table = BlockTable(BlockPool(8), block_size=4)
-    assert table.append(3) == [1]
-    assert table.append(1) == []
-    assert table.append(1) == [2]
-    assert table.append(8) == [3, 4]
+    assert table.append(3) == Growth(0, [1], [])
+    assert table.append(1) == Growth(1, [], [])
+    assert table.append(1) == Growth(1, [2], [])
+    assert table.append(8) == Growth(2, [3, 4], [])
     assert (table.blocks, table.num_tokens, table.capacity) == ([1, 2, 3, 4], 13, 16)
 
 
@@ -48,4 +48,4 @@ def test_a_freed_table_is_empty_and_the_next_lists_the_blocks_alike():
     table.append(5)
     table.free()
     assert (table.blocks, table.num_tokens, pool.num_used) == ([], 0, 0)
-    assert table.append(5) == [1, 2, 3]
+    assert table.append(5).new_blocks == [1, 2, 3]

@@ -6,6 +6,7 @@ from host_harness import make_request, make_scheduler, run
 from pagedjax.config import CacheConfig, SchedulerConfig
 from pagedjax.errors import InvalidRequest, InvariantError, OutOfBlocks, RequestTooLong, UnknownRequest
 from pagedjax.host import PagedAllocator, Scheduler, StepResult
+from pagedjax.host.plan import InFlight
 
 
 def test_a_prompt_that_leaves_the_model_no_room():
@@ -88,8 +89,10 @@ def test_a_request_that_an_allocator_can_never_admit_ends_with_a_reason():
     class Reserving(PagedAllocator):
         """Wants twice the room of a prompt, as an allocator that reserves for the output does."""
 
-        def can_admit(self, sequence, *, alone):
-            return 2 * len(sequence.token_ids) <= self.num_blocks * self.block_size
+        def admit(self, sequences, *, alone):
+            if 2 * len(sequences[0].token_ids) > self.num_blocks * self.block_size:
+                raise OutOfBlocks("too little for the output")
+            return super().admit(sequences, alone=alone)
 
     scheduler = Scheduler(SchedulerConfig(), Reserving(CacheConfig(4, 4)))
     (seq,) = scheduler.add(make_request(0, 9)).sequences
@@ -106,11 +109,9 @@ def test_who_is_preempted_waits_at_least_until_the_next_step():
 
         failed = False
 
-        def grow(self, sequence, num_tokens):
-            if not self.failed:
-                self.failed = True
-                raise OutOfBlocks("none just now")
-            return super().grow(sequence, num_tokens)
+        def can_grow(self, sequences):
+            failed, self.failed = self.failed, True
+            return failed and super().can_grow(sequences)
 
     scheduler = Scheduler(SchedulerConfig(), FailsOnce(CacheConfig(4, 16)))
     for number in range(2):
@@ -124,10 +125,16 @@ def test_who_is_preempted_waits_at_least_until_the_next_step():
 @pytest.mark.parametrize(
     ("break_it", "message"),
     [
-        (lambda s: s._running.reverse(), r"^running \[1, 0\] and waiting \[2\] are not \[0, 1, 2\] in order$"),
-        (lambda s: s._waiting.clear(), r"^running \[0, 1\] and waiting \[\] are not \[0, 1, 2\] in order$"),
+        (
+            lambda s: s._running.reverse(),
+            r"^running \['r1', 'r0'\] and waiting \['r2'\] are not in order of arrival$",
+        ),
+        (
+            lambda s: s._waiting.clear(),
+            r"^running \['r0', 'r1'\] and waiting \[\] are not \['r0', 'r1', 'r2'\], once each$",
+        ),
         (lambda s: setattr(s, "_next_seq_id", 2), r"^sequence \[2\] was never added$"),
-        (lambda s: s.allocator.free(s._running[0]), r"^sequences \[1\] hold memory, but \[0, 1\] run$"),
+        (lambda s: s.allocator.free(s.sequence(0)), r"^sequences \[1\] hold memory, but \[0, 1\] run$"),
         (
             lambda s: object.__setattr__(s.config, "max_num_batched_tokens", 1),
             r"^2 sequences run, but a step has 1 tokens$",
@@ -135,22 +142,22 @@ def test_who_is_preempted_waits_at_least_until_the_next_step():
         (lambda s: s._free_slots.append(1), r"^slots \[1, 1, 2\] are in use or free, not 1 to 2 once each$"),
         (lambda s: s._in_flight.clear(), r"^sequence 0 has 1 tokens pending, 0 in flight$"),
         (lambda s: setattr(s, "num_steps", 0), r"^step \[0\] in flight was never planned$"),
-        (lambda s: s._in_flight.append((0, [])), r"^steps \[0, 0\] in flight are out of order$"),
+        (lambda s: s._in_flight.append(InFlight(0, [], [])), r"^steps \[0, 0\] in flight are out of order$"),
         (
-            lambda s: setattr(s._running[0], "capacity", 8),
+            lambda s: setattr(s.sequence(0), "capacity", 8),
             r"^running sequence 0 believes in 8 slots, but has 1 blocks$",
         ),
-        (lambda s: s._running[0].token_ids.pop(), r"^running sequence 0 has 3 tokens, 3 of them computed$"),
-        (lambda s: setattr(s._running[0], "num_computed", 0), r"^running sequence 0 has 0 tokens in 4 slots$"),
+        (lambda s: s.sequence(0).token_ids.pop(), r"^running sequence 0 has 3 tokens, 3 of them computed$"),
+        (lambda s: setattr(s.sequence(0), "num_computed", 0), r"^running sequence 0 has 0 tokens in 4 slots$"),
         (
-            lambda s: setattr(s._running[0], "num_computed", 2),
+            lambda s: setattr(s.sequence(0), "num_computed", 2),
             r"^running sequence 0 decodes before its prefill is done$",
         ),
-        (lambda s: setattr(s._running[0], "decode_until", 3), r"^running sequence 0 decodes until 3, not 4$"),
-        (lambda s: setattr(s._running[0].request, "max_len", 3), r"^running sequence 0 has 4 tokens, but may reach 3$"),
+        (lambda s: setattr(s.sequence(0), "decode_until", 2), r"^running sequence 0 decodes until 2, not 4$"),
+        (lambda s: setattr(s.sequence(0).request, "max_len", 3), r"^running sequence 0 has 4 tokens, but may reach 3$"),
         (
             lambda s: setattr(s._waiting[0].sequences[0], "slot", 1),
-            r"^waiting sequence 2 still holds \(1, 0, 0, 0, 0\)$",
+            r"^waiting sequence 2 still holds \(1, 0, 0, 0, 0, 0, 0\)$",
         ),
         (lambda s: s._waiting[0].sequences.clear(), r"^request 'r2' has no sequences$"),
     ],

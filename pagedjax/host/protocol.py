@@ -1,0 +1,134 @@
+"""How sequences get their KV memory: what every scheduler asks of every allocator."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from collections.abc import Sequence as List
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+from pagedjax.host.block_table import Growth
+from pagedjax.request import Sequence
+
+
+class KVUsage(NamedTuple):
+    """What the slots of a pool are used for (paper Fig. 2). Slots, that is tokens; their sum is the pool's size.
+
+    A slot that several sequences share counts once.
+
+    Attributes:
+        token_states: hold the K and V of a token.
+        reserved: wait for a token that is already known or will certainly come.
+        internal_fragmentation: taken by a sequence, but held for tokens that may never come.
+        external_fragmentation: free, but in no run that an allocation could use; 0 with paging.
+        free: could be allocated, cached blocks that nobody refers to included.
+    """
+
+    token_states: int
+    reserved: int
+    internal_fragmentation: int
+    external_fragmentation: int
+    free: int
+
+
+class Admission(NamedTuple):
+    """What an admitted sequence found.
+
+    Attributes:
+        num_shared: tokens at its beginning whose K and V need not be computed for it: another sequence of the same
+            request computes them, or they are cached.
+        num_cached: tokens of the blocks found in the prefix cache. As many as `num_shared`, unless that would leave
+            nothing to compute: then one more.
+        leader_id: of a sequence of the same request with the very same tokens, which computes all of them; or None.
+    """
+
+    num_shared: int = 0
+    num_cached: int = 0
+    leader_id: int | None = None
+
+
+@runtime_checkable
+class KVAllocator(Protocol):
+    """KV memory for sequences, in blocks. Each operation is atomic: one that raises changes nothing."""
+
+    @property
+    def block_size(self) -> int:
+        """Tokens per block."""
+        ...
+
+    @property
+    def num_blocks(self) -> int:
+        """Usable blocks of the pool."""
+        ...
+
+    @property
+    def caches_prefixes(self) -> bool:
+        """Whether full blocks should be sealed as they are computed."""
+        ...
+
+    def admit(self, sequences: List[Sequence], *, alone: bool) -> list[Admission]:
+        """Takes memory for all tokens known of the sequences of one request.
+
+        Args:
+            sequences: those that have not ended.
+            alone: nothing else runs, so nothing need be kept free.
+
+        Raises:
+            OutOfBlocks: if there is too little.
+        """
+        ...
+
+    def can_grow(self, sequences: List[Sequence]) -> bool:
+        """Whether each of these has, or can get, room for the token after those computed."""
+        ...
+
+    def grow(self, sequence: Sequence, num_tokens: int) -> Growth:
+        """Makes room for `num_tokens` tokens in all, those after the computed ones to be written.
+
+        Raises:
+            OutOfBlocks: if there is too little.
+        """
+        ...
+
+    def fork(self, parent: Sequence, child: Sequence) -> None:
+        """Gives `child` what `parent` holds, shared where the allocator can share."""
+        ...
+
+    def seal(self, sequence: Sequence) -> None:
+        """Lets others find the full blocks that a sequence has computed, or that are planned to be."""
+        ...
+
+    def pin(self, name: str, sequence: Sequence) -> None:
+        """Keeps the full blocks of a sequence's prompt until `unpin`, to be found by every request."""
+        ...
+
+    def unpin(self, name: str) -> None:
+        """Lets go of what `pin` kept."""
+        ...
+
+    def free(self, sequence: Sequence) -> None:
+        """Gives back all memory of an admitted sequence."""
+        ...
+
+    def block_table(self, seq_id: int) -> list[int]:
+        """Physical blocks of an admitted sequence, in logical order."""
+        ...
+
+    def seq_ids(self) -> list[int]:
+        """Sequences that hold memory, in the order in which they got it."""
+        ...
+
+    def usage(self, num_computed: Mapping[int, int]) -> KVUsage:
+        """What the pool's slots are used for. `num_computed`: {seq_id: tokens with K and V} of all admitted."""
+        ...
+
+    def snapshot(self) -> dict[str, Any]:
+        """The allocator as plain JSON-able data."""
+        ...
+
+    def restore(self, data: Any) -> None:
+        """Takes over a snapshot's state, or raises SnapshotError and changes nothing."""
+        ...
+
+    def check_invariants(self) -> None:
+        """Raises InvariantError, saying what is broken."""
+        ...
