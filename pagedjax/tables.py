@@ -24,12 +24,15 @@ def _cell(value: object) -> str:
 
 
 def format_table(rows: Sequence[Row]) -> str:
-    """Lays records out side by side: one line per column name, one column per record, "-" where a record has none.
+    """Lays records out, "-" where one has no value of a name.
 
-    Records here have many fields and are few, so the names go down the left; the first name heads the table.
+    Few records of many fields stand side by side, with the names down the left, the first of which heads the table.
+    Where there are more records than names, each has a line, and the names stand above.
     """
     names = list(dict.fromkeys(name for row in rows for name in row))
     lines = [[name, *(_cell(row.get(name)) for row in rows)] for name in names]
+    if len(rows) > len(names):
+        lines = [list(line) for line in zip(*lines, strict=True)]
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     text = [
         "  ".join([line[0].ljust(widths[0]), *(cell.rjust(w) for cell, w in zip(line[1:], widths[1:], strict=True))])

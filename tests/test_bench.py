@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 
-from pagedjax.bench.host import plan_milliseconds
+from pagedjax.bench.host import allocations_per_s, hits_per_s, step_us
 from pagedjax.bench.peer import TransformersPeer, llama_config_fields, llama_state
 from pagedjax.bench.workload import Workload, random_workload
 from pagedjax.cli import main
@@ -74,8 +74,9 @@ def test_one_request_is_the_one_of_median_length_with_its_own_prompt():
     assert workload.part(3, 9) == Workload([[4], [5]], [20, 30])
 
 
-def test_the_scheduler_runs_alone_for_any_number_of_decodes():
-    assert all(plan_milliseconds(count) > 0 for count in (1, 32))
+def test_the_host_runs_alone():
+    assert all(step_us(count, caching) > 0 for count in (1, 32) for caching in (False, True))
+    assert hits_per_s(3) > 0 and allocations_per_s(3, 100) > 0
 
 
 def test_the_peer_takes_the_fused_projections_apart_by_rows():
@@ -126,10 +127,9 @@ def test_without_torch_the_peer_says_what_to_install(monkeypatch, capsys):
 def test_bench_host_needs_no_model(capsys, tmp_path):
     assert main(["bench", "--host", "--repeats", "1", "--json", str(tmp_path / "host.json")]) == 0
     out = capsys.readouterr().out
-    assert "running_decodes" in out and "256" in out and "plan_ms" in out
+    assert "plan and update, 256 decodes, prefix caching on" in out and "us a step" in out
     rows = json.loads((tmp_path / "host.json").read_text())
-    assert [row["running_decodes"] for row in rows] == [32, 256]
-    assert all(set(row) == {"running_decodes", "plan_ms", "provenance"} for row in rows)
+    assert len(rows) == 7 and all(set(row) == {"measure", "value", "unit", "provenance"} for row in rows)
     assert rows[0]["provenance"]["configuration"] == {"repeats": 1} and rows[0]["provenance"]["device"] is None
 
 

@@ -22,6 +22,8 @@ ENGINE = {
     "max_num_seqs": (["--max-num-seqs", "3"], 3),
     "max_num_batched_tokens": (["--max-num-batched-tokens", "99"], 99),
     "enable_chunked_prefill": (["--no-enable-chunked-prefill"], False),
+    "enable_prefix_caching": (["--enable-prefix-caching"], True),
+    "prefix_hash_seed": (["--prefix-hash-seed", "7"], 7),
     "watermark": (["--watermark", "0.5"], 0.5),
     "attention_backend": (["--attention-backend", "triton"], "triton"),
     "attention_interpret": (["--attention-interpret"], True),
@@ -29,7 +31,7 @@ ENGINE = {
     "seed": (["--engine-seed", "5"], 5),
 }
 SAMPLING = {
-    "n": (["--n", "1"], 1),
+    "n": (["--n", "3"], 3),
     "temperature": (["--temperature", "0.5"], 0.5),
     "top_k": (["--top-k", "5"], 5),
     "top_p": (["--top-p", "0.5"], 0.5),

@@ -75,3 +75,8 @@ def test_a_disk_that_fills_up_leaves_no_half_file(tmp_path, monkeypatch):
     with pytest.raises(PagedJaxError, match=r"cannot write .*rows\.json \(No space left on device\)"):
         write_json(tmp_path / "rows.json", ROWS)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_many_records_of_few_fields_have_a_line_each():
+    rows = [{"name": "a", "value": 1.0}, {"name": "bc", "value": 12345}, {"name": "d"}]
+    assert format_table(rows) == "name   value\n----  ------\na      1.000\nbc    12,345\nd          -"

@@ -54,7 +54,9 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument("--sampled", action="store_true", help="add a pass with temperature 1 and top-p 0.9")
     parser.add_argument(
-        "--host", action="store_true", help="only the scheduler's time for 32 and 256 running decodes; no model"
+        "--host",
+        action="store_true",
+        help="only the host's own time, for planning, prefix hits and allocations; no model",
     )
     add_json_flag(parser)
     add_model_flags(parser)
@@ -72,13 +74,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _host_rows(args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
-    from pagedjax.bench.host import plan_milliseconds
+    from pagedjax.bench.host import host_rows
 
-    rows: Rows = [
-        {"running_decodes": count, "plan_ms": min(plan_milliseconds(count) for _ in range(args.repeats))}
-        for count in (32, 256)
-    ]
-    return rows, provenance({"repeats": args.repeats}, {})
+    return host_rows(args.repeats), provenance({"repeats": args.repeats}, {})
 
 
 def _system_rows(args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:

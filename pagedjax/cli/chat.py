@@ -6,6 +6,7 @@ import argparse
 import contextlib
 import io
 import sys
+from dataclasses import fields
 from typing import TYPE_CHECKING
 
 from pagedjax.cli.flags import add_model_flags, add_sampling_flags, engine_config, sampling_fields
@@ -26,7 +27,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("chat", help="talk with the model", description=HELP, allow_abbrev=False)
     parser.add_argument("--system", metavar="TEXT", help="system message (default: the model's own)")
     add_model_flags(parser)
-    add_sampling_flags(parser, max_tokens=512, temperature=0.2, top_p=0.9)
+    names = [field.name for field in fields(SamplingParams) if field.name != "n"]  # one answer is enough
+    add_sampling_flags(parser, only=names, max_tokens=512, temperature=0.2, top_p=0.9)
     parser.set_defaults(run=run)
 
 

@@ -23,7 +23,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     """Adds `generate`."""
     parser = commands.add_parser("generate", help="continue one or more prompts", allow_abbrev=False)
     parser.add_argument(
-        "prompts", nargs="+", metavar="PROMPT", help="text to continue, as it is; several make one batch"
+        "prompts", nargs="+", metavar="PROMPT", help="text to continue, as it is; several, or --n, make one batch"
     )
     add_model_flags(parser)
     add_sampling_flags(parser, max_tokens=128, temperature=0.2, top_p=0.9)
@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
         check_text("prompt", prompt)
     llm = llm_class()(args.model, config)
     start = time.perf_counter()
-    if len(args.prompts) == 1:
+    if len(args.prompts) == 1 and params.n == 1:
         last, interrupted = print_stream(llm.stream(args.prompts[0], params))
         outputs = [last] if last else []
     else:
@@ -51,8 +51,8 @@ def run(args: argparse.Namespace) -> int:
 
 def failure(output: RequestOutput) -> str | None:
     """What went wrong with a request that ended by an error of its own; None if nothing did."""
-    completion = output.outputs[0]
-    return f"request {output.request_id}: {completion.stop_reason}" if completion.finish_reason == "error" else None
+    errors = [completion.stop_reason for completion in output.outputs if completion.finish_reason == "error"]
+    return f"request {output.request_id}: {errors[0]}" if errors else None
 
 
 def print_stream(stream: RequestStream) -> tuple[RequestOutput | None, bool]:
@@ -98,12 +98,13 @@ def _print_each_as_it_ends(llm: LLM, prompts: list[str], params: SamplingParams)
 
 
 def _labelled(number: int, output: RequestOutput) -> str:
-    logprobs = format_logprobs(output)
-    return f"[{number}] {output.prompt}\n{output.outputs[0].text}\n" + (f"{logprobs}\n" if logprobs else "")
+    several = len(output.outputs) > 1
+    texts = [f"({number}.{c.index + 1}) {c.text}" if several else c.text for c in output.outputs]
+    return "\n".join([f"[{number}] {output.prompt}", *texts, format_logprobs(output)]).rstrip("\n") + "\n"
 
 
 def _print_speed(outputs: list[RequestOutput], seconds: float, compiling: float) -> None:
-    num_tokens = sum(len(output.outputs[0].token_ids) for output in outputs)
+    num_tokens = sum(len(completion.token_ids) for output in outputs for completion in output.outputs)
     running = max(seconds - compiling, 1e-9)
     not_counted = f" (compiling, {compiling:.1f} s, is not counted)" if compiling >= 0.05 else ""
     print(f"{num_tokens} tokens in {running:.1f} s, {num_tokens / running:.1f} tokens/s{not_counted}", file=sys.stderr)

@@ -11,12 +11,13 @@ Entry = dict[int, Logprob]
 
 def format_logprobs(output: RequestOutput) -> str:
     """The logprobs that a request asked for, of prompt and output; "" if it asked for none."""
-    completion = output.outputs[0]
     parts = []
     if output.prompt_logprobs is not None:
         parts += ["prompt token", *_lines(output.prompt_token_ids, output.prompt_logprobs)]
-    if completion.logprobs is not None:
-        parts += ["output token", *_lines(completion.token_ids, completion.logprobs)]
+    for completion in output.outputs:
+        if completion.logprobs is not None:
+            of_sample = f" of sample {completion.index + 1}" if len(output.outputs) > 1 else ""
+            parts += [f"output token{of_sample}", *_lines(completion.token_ids, completion.logprobs)]
     return "\n".join(parts)
 
 

@@ -39,32 +39,32 @@ class Batch(struct.PyTreeNode):
     logit_rows: Int[Array, " max_num_seqs"]
 
 
-def _powers_up_to(limit: int, base: int = 2) -> list[int]:
-    sizes = [1]
+def _sizes_up_to(limit: int, first: int = 1, base: int = 2) -> tuple[int, ...]:
+    sizes = [min(first, limit)]
     while sizes[-1] < limit:
         sizes.append(min(base * sizes[-1], limit))
-    return sizes
+    return tuple(sizes)
 
 
 def token_buckets(max_num_batched_tokens: int) -> tuple[int, ...]:
     """Token counts that the backbone is compiled for: powers of two, and the limit itself."""
-    return tuple(_powers_up_to(max_num_batched_tokens))
+    return _sizes_up_to(max_num_batched_tokens)
 
 
 def row_buckets(max_num_seqs: int, vocab_size: int) -> tuple[int, ...]:
     """Row counts that the head is compiled for; a step with more rows calls the largest one several times."""
     cap = max(1, LOGIT_BYTES // (4 * vocab_size))
-    return tuple(_powers_up_to(min(max_num_seqs, 1 << (cap.bit_length() - 1))))
+    return _sizes_up_to(min(max_num_seqs, 1 << (cap.bit_length() - 1)))
 
 
 def beam_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Beam widths that the search is compiled for."""
-    return tuple(_powers_up_to(min(max_num_seqs, MAX_BEAM_WIDTH)))
+    """Beam widths that the search is compiled for: few, since most of its time reads the head's weights."""
+    return _sizes_up_to(min(max_num_seqs, MAX_BEAM_WIDTH), first=2, base=4)
 
 
 def copy_buckets(max_num_seqs: int) -> tuple[int, ...]:
     """Numbers of blocks that one call copies: at most one for every sequence."""
-    return tuple(_powers_up_to(max_num_seqs, base=4))
+    return _sizes_up_to(max_num_seqs, first=4, base=8)
 
 
 def bucket_for(size: int, buckets: tuple[int, ...]) -> int:

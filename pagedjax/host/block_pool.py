@@ -74,9 +74,13 @@ class BlockPool:
         Raises:
             OutOfBlocks: if fewer can be had; nothing is taken then.
         """
+        free = self._free
+        if n == 1 and free:  # a decode's, and so most calls by far
+            block = free.pop()
+            self._ref_counts[block] = 1
+            return [block]
         if n < 0:
             raise ValueError(f"n={n} is not allowed: n must be at least 0 (blocks)")
-        free = self._free
         missing = n - len(free)
         if missing > len(self._cached):
             raise OutOfBlocks(f"{n} blocks were asked for, but {self.num_free} of {self.num_blocks} are free")
@@ -284,7 +288,8 @@ class BlockPool:
                 )
         if not self._hashes.keys() <= blocks - free or not self._cached.keys() <= self._hashes.keys():
             raise InvariantError("a free block is sealed, or a cached one is not")
-        if self._by_hash != {hash_: block for block, hash_ in self._hashes.items()}:
+        found = {hash_: block for block, hash_ in self._hashes.items()}
+        if self._by_hash != found or len(found) != len(self._hashes):
             raise InvariantError("the index of hashes does not name the sealed blocks")
 
     def _count(self, block: int) -> int:

@@ -27,15 +27,37 @@ TINY = ModelConfig(
 )
 
 
+class Shared:
+    """Makes engines of one model that share their compiled programs, where those would be the same."""
+
+    def __init__(self) -> None:
+        self._programs: dict[tuple[object, ...], dict[str, Any]] = {}
+
+    def engine(self, model: LoadedModel, config: EngineConfig) -> Engine:
+        engine = Engine(model, config, progress=False)
+        info, programs = engine.pool_info, engine.runner.programs
+        shapes = (info.num_blocks, info.layout, config.dtype, config.max_num_seqs, engine.max_model_len)
+        programs._compiled = self._programs.setdefault((model.config, programs.backend, *shapes), {})
+        return engine
+
+
 class Runs:
     """Makes engines of the tiny model and runs requests through them."""
 
     def __init__(self, model: LoadedModel) -> None:
         self.model = model
+        self._shared = Shared()
 
     def engine(self, **config: Any) -> Engine:
+        return self._shared.engine(self.model, self.config(**config))
+
+    def fresh_engine(self, **config: Any) -> Engine:
+        """One that has compiled nothing yet."""
+        return Engine(self.model, self.config(**config))
+
+    def config(self, **config: Any) -> EngineConfig:
         defaults = {"num_blocks": 64, "block_size": 4, "max_num_seqs": 8, "max_num_batched_tokens": 32}
-        return Engine(self.model, EngineConfig(**{**defaults, **config}))
+        return EngineConfig(**{**defaults, **config})
 
     def prompts(self, *lengths: int, seed: int = 0) -> list[list[int]]:
         rng = np.random.default_rng(seed)

@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import numpy as np
 import pytest
-from engine_harness import Runs, drain
+from engine_harness import Runs, Shared, drain
 
 from pagedjax.bench.peer import TransformersPeer
 from pagedjax.config import EngineConfig, ModelConfig
@@ -85,17 +85,21 @@ def ours(output: RequestOutput) -> list[tuple[list[int], float]]:
     return [(completion.token_ids, completion.score or 0.0) for completion in output.outputs]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Engine:
-    config = EngineConfig(num_blocks=96, block_size=4, max_num_seqs=20, max_num_batched_tokens=32)
-    return Engine(model_of(0), config, progress=False)
+SHARED = Shared()
 
 
-@pytest.mark.parametrize("part", range(4))
-def test_sequences_and_scores_are_those_of_transformers(engine: Engine, part: int) -> None:
+def make(**config: Any) -> Engine:
+    defaults = {"num_blocks": 96, "block_size": 4, "max_num_seqs": 20, "max_num_batched_tokens": 32}
+    return SHARED.engine(model_of(3), EngineConfig(**{**defaults, **config}))
+
+
+@pytest.mark.parametrize(
+    "seeds", [range(0, 60), pytest.param(range(60, 200), marks=pytest.mark.exhaustive)], ids=["some", "rest"]
+)
+def test_sequences_and_scores_are_those_of_transformers(seeds: range) -> None:
     pytest.importorskip("torch", reason="the comparison runs transformers, which needs torch")
-    num_ended = 0
-    for seed in range(part, 200, 4):
+    engine, num_ended = make(), 0
+    for seed in seeds:
         rng = np.random.default_rng(seed)
         params = BeamSearchParams(
             beam_width=int(rng.integers(2, 9)),
@@ -129,7 +133,7 @@ def test_sequences_and_scores_are_those_of_transformers(engine: Engine, part: in
         pytest.param({"enable_chunked_prefill": False, "max_num_batched_tokens": 64}, id="whole-prompts"),
     ],
 )
-def test_beams_samples_and_plain_requests_share_batches(engine: Engine, config: dict[str, Any]) -> None:
+def test_beams_samples_and_plain_requests_share_batches(config: dict[str, Any]) -> None:
     rng = np.random.default_rng(1)
     prompts = [rng.integers(1, SMALL.vocab_size, length).tolist() for length in (17, 9, 12, 4, 16)]
     params: list[Any] = [
@@ -139,10 +143,8 @@ def test_beams_samples_and_plain_requests_share_batches(engine: Engine, config: 
         BeamSearchParams(beam_width=7, max_tokens=14, length_penalty=0.5, early_stopping="never"),
         BeamSearchParams(beam_width=2, max_tokens=16, early_stopping=True, ignore_eos=True),
     ]
-    use_weights(engine, model_of(3))
+    engine, other = make(), make(**config)
     expected = [search(engine, [p], [q])[0] for p, q in zip(prompts, params, strict=True)]
-    defaults = {"num_blocks": 96, "block_size": 4, "max_num_seqs": 20, "max_num_batched_tokens": 32}
-    other = Engine(model_of(3), EngineConfig(**{**defaults, **config}), progress=False)
     for _ in range(2):
         for output, alone in zip(search(other, prompts, params), expected, strict=True):
             assert [c.token_ids for c in output.outputs] == [c.token_ids for c in alone.outputs]
@@ -189,9 +191,7 @@ def test_a_step_asks_the_device_once_for_each_search_and_copies_in_one_call(
 
 def test_the_golden_beams(smollm2: LoadedModel, golden: dict[str, Any]) -> None:
     config = EngineConfig(num_blocks=256, max_model_len=256, max_num_seqs=16, max_num_batched_tokens=64)
-    engine = Engine(smollm2, config, progress=False)
     llm = LLM(smollm2, config, progress=False)
-    llm.engine = engine
     params = [
         BeamSearchParams(case["num_beams"], case["max_new_tokens"], case["length_penalty"], case["early_stopping"])
         for case in golden["beam"]

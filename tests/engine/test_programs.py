@@ -18,20 +18,21 @@ from pagedjax.host.plan import ScheduledChunk, StepPlan
 from pagedjax.models import progress
 from pagedjax.models.llama import AttentionBackend
 from pagedjax.models.loader import LoadedModel
-from pagedjax.request import Request, SamplingParams, Sequence
+from pagedjax.request import BeamSearchParams, Request, SamplingParams, Sequence
 
 GIB = 1 << 30
 
 
 @pytest.mark.jax_matrix
 def test_after_warm_up_two_hundred_random_requests_compile_nothing(runs: Runs) -> None:
-    engine = runs.engine(num_blocks=60)
+    engine = runs.fresh_engine(num_blocks=60, enable_prefix_caching=True)
     assert engine.warmup(progress=False) == engine.runner.programs.seconds
     rng = np.random.default_rng(0)
     with no_new_compiles():
-        for _ in range(200):
+        for number in range(200):
             length = int(rng.integers(1, 60))
-            params = SamplingParams(
+            params: SamplingParams | BeamSearchParams = SamplingParams(
+                n=int(rng.choice([1, 1, 1, 3])),
                 max_tokens=int(rng.integers(1, 12)),
                 temperature=float(rng.choice([0.0, 1.0])),
                 top_k=int(rng.choice([0, 5])),
@@ -41,12 +42,19 @@ def test_after_warm_up_two_hundred_random_requests_compile_nothing(runs: Runs) -
                 min_tokens=int(rng.integers(2)),
                 repetition_penalty=float(rng.choice([1.0, 1.2])),
             )
-            engine.add_request({"prompt_token_ids": rng.integers(1, TINY.vocab_size, length).tolist()}, params)
+            if rng.random() < 0.15:
+                params = BeamSearchParams(beam_width=int(rng.integers(1, 6)), max_tokens=int(rng.integers(1, 8)))
+            prompt = rng.integers(1, TINY.vocab_size, length).tolist()
+            name = engine.add_request({"prompt_token_ids": prompt}, params)
+            if number % 20 == 0 and isinstance(params, SamplingParams) and params.n == 1:
+                engine.fork(name)
             while engine.stats().num_waiting > 5:
                 engine.step()
         while engine.has_unfinished():
             engine.step()
-    assert engine.stats().num_preemptions > 0 and engine.warmup(progress=False) == {}
+    stats = engine.stats()
+    assert stats.num_preemptions > 0 and stats.copied_blocks > 0 and stats.prefix_hits > 0
+    assert engine.warmup(progress=False) == {}
 
 
 def test_the_guard_notices_a_compilation() -> None:
@@ -55,14 +63,16 @@ def test_the_guard_notices_a_compilation() -> None:
 
 
 def test_there_are_n_plus_m_programs_and_a_few_small_ones(runs: Runs, capsys: pytest.CaptureFixture[str]) -> None:
-    engine = runs.engine(max_num_batched_tokens=32, max_num_seqs=8)
+    engine = runs.fresh_engine(max_num_batched_tokens=32, max_num_seqs=8)
     names = set(engine.warmup())
     said = capsys.readouterr().err
     assert f"compiled {len(names)} programs in" in said and all(name in said for name in names)
     backbones = {f"backbone-{n}" for n in (1, 2, 4, 8, 16, 32)}
     heads = {f"sample-{m}" for m in (1, 2, 4, 8)}
     selects = {f"select-{n}" for n in (1, 2, 4, 8, 16, 32)}
-    assert names == backbones | heads | selects | {"prompt_logprobs-8", "set_token_counts", "set_logit_bias"}
+    sharing = {"beams-2", "beams-8", "copy_blocks-4", "copy_blocks-8"}
+    others = {"prompt_logprobs-8", "set_token_counts", "set_logit_bias"}
+    assert names == backbones | heads | selects | sharing | others
     assert set(engine.compiled()) == names
 
 
@@ -80,12 +90,14 @@ def test_every_program_aliases_the_pool_and_needs_little_beside_it(smollm2: Load
         runner.programs.sample(rows)
     runner.programs.select_rows(512, 32)
     runner.programs.prompt_logprobs(32)
+    runner.programs.beams(32)
+    runner.programs.copy_blocks(64)
     state_bytes = sum(leaf.nbytes for leaf in jax.tree.leaves(runner.state))
     for name, program in runner.programs.compiled().items():
         memory = program.memory_analysis()
         assert memory is not None
         assert memory.temp_size_in_bytes < 0.05 * GIB, (name, memory.temp_size_in_bytes)
-        if name.startswith("backbone"):
+        if name.startswith(("backbone", "copy_blocks")):
             assert memory.alias_size_in_bytes >= pool.pool_bytes, name
         if name.startswith("sample"):
             assert memory.alias_size_in_bytes >= state_bytes, name
@@ -95,7 +107,7 @@ def test_a_slow_compilation_is_announced_and_its_time_counted_apart(
     runs: Runs, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress, "SLOW_SECONDS", 0.0)
-    engine = runs.engine()
+    engine = runs.fresh_engine()
     began = time.perf_counter()
     runs.run(engine, runs.prompts(3), SamplingParams(max_tokens=2, temperature=0.0, ignore_eos=True))
     stats, wall = engine.stats(), time.perf_counter() - began

@@ -78,7 +78,7 @@ def test_one_copy_for_every_first_write_to_a_shared_partial_block(runs: Runs) ->
     partial, full = runs.prompts(13, 16)
     params = SamplingParams(n=N, max_tokens=3, temperature=1.0, seed=1, ignore_eos=True)
     for prompt, copies in ((partial, N - 1), (full, 0)):
-        engine = runs.engine()
+        engine = runs.fresh_engine()
         runs.run(engine, [prompt], params)
         assert engine.stats().copied_blocks == copies
         assert [name for name in engine.compiled() if name.startswith("copy_blocks")] == ["copy_blocks-4"] * bool(
