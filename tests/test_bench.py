@@ -135,7 +135,7 @@ def test_bench_host_needs_no_model(capsys, tmp_path):
 
 @pytest.mark.parametrize("argv", [["bench", "--host"], ["bench"], ["info"]])
 def test_a_json_file_that_cannot_be_written_is_refused_before_the_work(argv, capsys, tmp_path, monkeypatch):
-    monkeypatch.setattr("pagedjax.bench.host.plan_milliseconds", lambda count: pytest.fail("it worked first"))
+    monkeypatch.setattr("pagedjax.bench.host.host_rows", lambda count: pytest.fail("it worked first"))
     monkeypatch.setattr("pagedjax.llm.LLM", lambda *args: pytest.fail("it worked first"))
     with pytest.raises(SystemExit) as caught:
         main([*argv, "--json", str(tmp_path)])
