@@ -11,16 +11,15 @@ import secrets
 import sys
 import threading
 import time
-import warnings
 from collections import deque
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from itertools import count
 from typing import Any
 
 import jax
 
-from pagedjax.config import CacheConfig, EngineConfig, ModelConfig, SchedulerConfig
+from pagedjax.config import CacheConfig, EngineConfig, SchedulerConfig
 from pagedjax.device.backend import choose_backend
 from pagedjax.device.kv_pool import PoolInfo, plan_pool
 from pagedjax.device.memory import free_memory
@@ -31,53 +30,16 @@ from pagedjax.host.allocator import PagedAllocator
 from pagedjax.host.block_map import block_map
 from pagedjax.host.plan import StepPlan
 from pagedjax.host.scheduler import Scheduler
+from pagedjax.intake import Intake, check_config, check_id, resolve_max_model_len
 from pagedjax.interrupt import interrupts_deferred
 from pagedjax.models.loader import LoadedModel
 from pagedjax.models.progress import bar
 from pagedjax.output import RequestTracker
-from pagedjax.prompt import Prompt, check_tokens, read_prompt
-from pagedjax.request import BeamSearchParams, Request, RequestOutput, SamplingParams, Sequence, check_text
-from pagedjax.scalars import is_number, plain, shown
+from pagedjax.prefixes import PREFIX_PARAMS, RegisteredPrefix, warn_shares_nothing
+from pagedjax.prompt import Prompt
+from pagedjax.request import BeamSearchParams, Request, RequestOutput, SamplingParams, Sequence
+from pagedjax.scalars import shown
 from pagedjax.stats import Counters, EngineStats
-
-_SEED_STRIDE = 0x9E3779B97F4A7C15  # spreads the requests' default seeds (Weyl sequence with the golden ratio)
-
-
-@dataclass(frozen=True, slots=True)
-class RegisteredPrefix:
-    """The beginning of prompts whose blocks are kept, until `Engine.unregister_prefix`, for all to share.
-
-    Attributes:
-        token_ids: of the whole prefix.
-        num_tokens: of these in full blocks, which alone are shared.
-        num_blocks: blocks kept.
-        cache_salt: only requests of the same salt share them.
-    """
-
-    name: str
-    token_ids: tuple[int, ...]
-    num_tokens: int
-    num_blocks: int
-    cache_salt: str | None
-
-
-def check_config(config: Any) -> EngineConfig:
-    """The configuration, or the default one for None. Raises ConfigError for anything else."""
-    if config is not None and not isinstance(config, EngineConfig):
-        raise ConfigError(f"config={shown(config)} must be an EngineConfig, or None")
-    return config or EngineConfig()
-
-
-def resolve_max_model_len(config: EngineConfig, model: ModelConfig) -> int:
-    """Tokens a sequence may reach: what was asked for, or the model's own limit.
-
-    Raises:
-        ConfigError: more was asked for than the model can.
-    """
-    limit = model.max_position_embeddings
-    if config.max_model_len is not None and config.max_model_len > limit:
-        raise ConfigError(f"max_model_len={config.max_model_len} is more than the model's {limit} positions")
-    return config.max_model_len or limit
 
 
 class Engine:
@@ -125,6 +87,7 @@ class Engine:
         self.runner = Runner(model.config, self.config, self.params, self.pool_info, self.max_model_len, backend)
         self.runner.programs.progress = progress
         self._trackers: dict[str, RequestTracker] = {}
+        self._intake = Intake(self.config, model.config, model.tokenizer, self.max_model_len, self.pool_info.num_slots)
         self._by_seq: dict[int, RequestTracker] = {}  # of samples; beams come and go
         self._prefixes: dict[str, RegisteredPrefix] = {}
         self._in_flight: InFlight | None = None
@@ -162,51 +125,14 @@ class Engine:
                 run at the same time, or the id is taken.
             RequestTooLong: the prompt is longer than the model or the whole pool allows.
         """
-        params = SamplingParams() if params is None else params
-        if not isinstance(params, SamplingParams | BeamSearchParams):
-            raise InvalidRequest(f"params={shown(params)} must be SamplingParams or BeamSearchParams")
         if request_id is not None:
-            _check_id(request_id)
-        if arrival_time is not None and not is_number(plain(arrival_time)):
-            raise InvalidRequest(f"arrival_time={shown(arrival_time)} must be a number of seconds, or None")
-        if cache_salt is not None:
-            check_text("cache_salt", cache_salt)
-        beam, sampling = None, params
-        if isinstance(params, BeamSearchParams):
-            beam = params
-            sampling = SamplingParams(temperature=0.0, max_tokens=beam.max_tokens, ignore_eos=beam.ignore_eos)
-        assert isinstance(sampling, SamplingParams)
-        text, token_ids = read_prompt(prompt, self.tokenizer)
-        check_tokens(token_ids, sampling, self.model_config.vocab_size)
-        if sampling.stop and self.tokenizer is None:
-            raise InvalidRequest(f"stop={sampling.stop!r} needs a tokenizer, and this model came without one")
+            check_id(request_id)
+        request = self._intake.read(prompt, params, arrival_time, cache_salt)
         with self._lock:
-            return self._add(text, token_ids, sampling, request_id, arrival_time, beam=beam, cache_salt=cache_salt)
+            return self._add(request, request_id)
 
-    def _add(
-        self,
-        text: str | None,
-        token_ids: tuple[int, ...],
-        params: SamplingParams,
-        request_id: str | None,
-        arrival_time: float | None,
-        **special: Any,
-    ) -> str:
-        number = self._num_requests
-        request = Request(
-            request_id=self._new_id() if request_id is None else request_id,
-            number=number,
-            prompt_token_ids=token_ids,
-            params=params,
-            seed=self._request_seed(params, number),
-            stop_ids=frozenset(params.stop_token_ids).union(
-                () if params.ignore_eos else self.model_config.eos_token_ids
-            ),
-            max_len=self._max_len(len(token_ids), params),
-            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
-            prompt=text,
-            **special,
-        )
+    def _add(self, request: Request, request_id: str | None) -> str:
+        self._intake.name(request, self._new_id() if request_id is None else request_id, self._num_requests)
         self._track(RequestTracker(self.scheduler.add(request), self.tokenizer))
         return request.request_id
 
@@ -237,9 +163,9 @@ class Engine:
             InvalidRequest: it has several samples or beams, or the new id is taken.
             OutOfSlots: `max_num_seqs` sequences run already; nothing is changed then.
         """
-        _check_id(request_id)
+        check_id(request_id)
         if new_request_id is not None:
-            _check_id(new_request_id)
+            check_id(new_request_id)
         with self._lock:
             self._settle()
             parent = self._trackers.get(request_id)
@@ -265,7 +191,7 @@ class Engine:
         Raises:
             UnknownRequest: no unfinished request has this id.
         """
-        _check_id(request_id)
+        check_id(request_id)
         with self._lock:
             late = self._undelivered.pop(request_id, None)
             if request_id in self._trackers:
@@ -278,23 +204,12 @@ class Engine:
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether this request waits or runs, or its end has not been delivered."""
-        _check_id(request_id)
+        check_id(request_id)
         return request_id in self._trackers or request_id in self._undelivered
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or a step's outputs have not been delivered."""
         return bool(self._trackers or self._undelivered)
-
-    def _max_len(self, prompt_len: int, params: SamplingParams) -> int:
-        if params.max_tokens is not None:
-            return min(self.max_model_len, prompt_len + params.max_tokens)
-        # The last token of a sequence is never computed, so it needs no slot.
-        return min(self.max_model_len, max(self.pool_info.num_slots, prompt_len) + 1)
-
-    def _request_seed(self, params: SamplingParams, number: int) -> int:
-        if params.seed is not None:
-            return params.seed
-        return (self.config.seed + (number + 1) * _SEED_STRIDE) % 2**63
 
     # ------------------------------------------------------------------ steps
 
@@ -322,14 +237,14 @@ class Engine:
             request_id: of an unfinished request.
             every: keep each of its outputs, or only the latest.
         """
-        _check_id(request_id)
+        check_id(request_id)
         with self._lock:
             early = self._undelivered.pop(request_id, None)
             self._mailboxes[request_id] = deque(() if early is None else (early,), None if every else 1)
 
     def receive(self, request_id: str) -> RequestOutput:
         """The next output in a request's mailbox; makes steps until there is one. Raises EngineDead, UnknownRequest."""
-        _check_id(request_id)
+        check_id(request_id)
         while True:
             with self._lock:
                 mailbox = self._mailboxes.get(request_id)
@@ -341,7 +256,7 @@ class Engine:
 
     def close_mailbox(self, request_id: str) -> None:
         """Forgets a mailbox, and ends its request if it has not ended."""
-        _check_id(request_id)
+        check_id(request_id)
         with self._lock:
             if self._mailboxes.pop(request_id, None) is not None and request_id in self._trackers:
                 self.abort(request_id)
@@ -384,7 +299,7 @@ class Engine:
 
     def _dispatch(self, plan: StepPlan) -> InFlight:
         began, compiled = time.perf_counter(), self.runner.programs.compile_seconds
-        sequences = {c.seq_id: self.scheduler.sequence(c.seq_id) for c in plan.chunks if c.fresh}
+        sequences = {c.seq_id: self.scheduler.roster.sequences[c.seq_id] for c in plan.chunks if c.fresh}
         self._note_cached(sequences)
         step = self.runner.execute(plan, sequences, self._prompt_rows(plan))
         counters = self._counters
@@ -490,46 +405,39 @@ class Engine:
             RequestTooLong: it is longer than the model or the whole pool allows.
             PagedJaxError: it could not be computed.
         """
-        if cache_salt is not None:
-            check_text("cache_salt", cache_salt)
-        text, token_ids = read_prompt(prefix, self.tokenizer)
-        params = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
-        check_tokens(token_ids, params, self.model_config.vocab_size)
+        request = self._intake.read(prefix, PREFIX_PARAMS, None, cache_salt)
         size = self.config.block_size
+        token_ids = request.prompt_token_ids
         num_blocks = len(token_ids) // size
         with self._lock:
             name = f"prefix-{self._new_id()}"
             if num_blocks:
-                special = {"cache_salt": cache_salt, "registers_prefix": True}
-                self._add(text, token_ids[: num_blocks * size], params, name, None, **special)
+                request.prompt_token_ids = token_ids[: num_blocks * size]
+                request.max_len, request.registers_prefix = num_blocks * size + 1, True
+                self._add(request, name)
                 self.open_mailbox(name, every=False)
-        registered = RegisteredPrefix(name, token_ids, num_blocks * size, num_blocks, cache_salt)
+            else:
+                self._num_requests += 1
         if num_blocks:
             self._await_prefix(name)
         else:
-            warnings.warn(
-                f"the prefix of {len(token_ids)} tokens is shorter than a block of {size}: nothing of it is shared",
-                stacklevel=2,
-            )
+            warn_shares_nothing(len(token_ids), size)
+        registered = RegisteredPrefix(name, token_ids, num_blocks * size, num_blocks, cache_salt)
         self._prefixes[name] = registered
         return registered
 
     def _await_prefix(self, name: str) -> None:
+        """Makes steps until a prefix is computed; one that is not leaves nothing pinned."""
+        reason: object = None
         try:
             while not (output := self.receive(name)).finished:
                 pass
-        except BaseException:
-            with self._lock:
-                if name in self.allocator.pins():
-                    self.allocator.unpin(name)
-            raise
+            reason = output.outputs[0].stop_reason or output.outputs[0].finish_reason
         finally:
             self.close_mailbox(name)
-        completion = output.outputs[0]
-        if completion.finish_reason != "length":
-            if name in self.allocator.pins():
+            if reason != "length" and name in self.allocator.pins():
                 self.allocator.unpin(name)
-            reason = completion.stop_reason or completion.finish_reason
+        if reason != "length":
             raise PagedJaxError(f"the prefix could not be computed: {reason}")
 
     def unregister_prefix(self, prefix: RegisteredPrefix) -> None:
@@ -598,8 +506,3 @@ class Engine:
 
     def _counted(self) -> tuple[int, float, Scheduler, PagedAllocator]:
         return num_compilations(), self.runner.programs.compile_seconds, self.scheduler, self.allocator
-
-
-def _check_id(request_id: Any) -> None:
-    if not isinstance(request_id, str):
-        raise InvalidRequest(f"request_id={shown(request_id)} must be a string")

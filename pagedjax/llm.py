@@ -10,10 +10,12 @@ from jinja2 import TemplateError
 
 from pagedjax.config import EngineConfig
 from pagedjax.device.compilation_cache import use_compilation_cache
-from pagedjax.engine import Engine, RegisteredPrefix, check_config
+from pagedjax.engine import Engine
 from pagedjax.errors import InvalidRequest
+from pagedjax.intake import check_config
 from pagedjax.models.loader import LoadedModel, check_model_name, load_model
 from pagedjax.models.progress import bar
+from pagedjax.prefixes import RegisteredPrefix
 from pagedjax.prompt import Prompt
 from pagedjax.request import BeamSearchParams, RequestOutput, SamplingParams, check_text
 from pagedjax.scalars import shown

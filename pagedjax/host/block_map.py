@@ -62,11 +62,11 @@ _Holder = tuple[Sequence, int, int, int]  # the sequence, its index in the group
 
 def _holders(scheduler: Scheduler) -> dict[int, list[_Holder]]:
     holders: dict[int, list[_Holder]] = {}
-    for group in scheduler.groups():
+    for group in scheduler.roster.groups.values():
         for index, seq in enumerate(group.sequences):
             if seq.slot:
                 place = seq.index if group.beam is None else index
-                computed = scheduler.num_computed(seq)
+                computed = scheduler.roster.num_computed(seq)
                 for logical, block in enumerate(scheduler.allocator.block_table(seq.seq_id)):
                     holders.setdefault(block, []).append((seq, place, logical, computed))
     return holders

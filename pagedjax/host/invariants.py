@@ -23,12 +23,12 @@ def check_scheduler(scheduler: Scheduler) -> None:
     _check_queues(scheduler)
     _check_slots(scheduler)
     _check_in_flight(scheduler)
-    for group in scheduler._groups.values():
+    for group in scheduler.roster.groups.values():
         _check_group(group)
-    for group in scheduler._running:
+    for group in scheduler.roster.running:
         for seq in group.unfinished:
             _check_running(scheduler, group, seq)
-    for group in scheduler._waiting:
+    for group in scheduler.roster.waiting:
         _require(not group.spare_slots, f"waiting request {group.request.request_id!r} keeps slots")
         for seq in group.unfinished:
             _check_waiting(seq)
@@ -36,35 +36,37 @@ def check_scheduler(scheduler: Scheduler) -> None:
 
 def _check_queues(scheduler: Scheduler) -> None:
     """Every unfinished request runs or waits, in order of arrival, and just those that run hold memory."""
-    for name, group in scheduler._groups.items():
+    for name, group in scheduler.roster.groups.items():
         _require(bool(group.unfinished) and group.request.request_id == name, f"request {name!r} has no sequences")
-    running = [group.request.request_id for group in scheduler._running]
-    waiting = [group.request.request_id for group in scheduler._waiting]
+    running = [group.request.request_id for group in scheduler.roster.running]
+    waiting = [group.request.request_id for group in scheduler.roster.waiting]
     _require(
-        sorted(running + waiting) == sorted(scheduler._groups),
-        f"running {running} and waiting {waiting} are not {list(scheduler._groups)}, once each",
+        sorted(running + waiting) == sorted(scheduler.roster.groups),
+        f"running {running} and waiting {waiting} are not {list(scheduler.roster.groups)}, once each",
     )
-    arrivals = [group.arrival for group in [*scheduler._running, *scheduler._waiting]]
+    arrivals = [group.arrival for group in [*scheduler.roster.running, *scheduler.roster.waiting]]
     _require(arrivals == sorted(arrivals), f"running {running} and waiting {waiting} are not in order of arrival")
-    _require(not arrivals or max(arrivals) < scheduler._num_arrivals, "a request is waiting that was never added")
-    _require(scheduler._next_index.keys() <= set(arrivals), "a family of forks has no member left")
-    known = sorted(seq.seq_id for group in scheduler._groups.values() for seq in group.unfinished)
-    _require(known == sorted(scheduler._sequences), f"sequences {known} are not {sorted(scheduler._sequences)}")
-    _require(not known or known[-1] < scheduler._next_seq_id, f"sequence {known[-1:]} was never added")
+    _require(not arrivals or max(arrivals) < scheduler.roster.num_arrivals, "a request is waiting that was never added")
+    _require(scheduler.roster.next_index.keys() <= set(arrivals), "a family of forks has no member left")
+    known = sorted(seq.seq_id for group in scheduler.roster.groups.values() for seq in group.unfinished)
+    _require(
+        known == sorted(scheduler.roster.sequences), f"sequences {known} are not {sorted(scheduler.roster.sequences)}"
+    )
+    _require(not known or known[-1] < scheduler.roster.next_seq_id, f"sequence {known[-1:]} was never added")
     holders = sorted(scheduler.allocator.seq_ids())
-    members = sorted(seq.seq_id for group in scheduler._running for seq in group.unfinished)
+    members = sorted(seq.seq_id for group in scheduler.roster.running for seq in group.unfinished)
     _require(holders == members, f"sequences {holders} hold memory, but {members} run")
     unfinished = sum(
-        seq.num_computed < seq.request.max_len - 1 for group in scheduler._running for seq in group.unfinished
+        seq.num_computed < seq.request.max_len - 1 for group in scheduler.roster.running for seq in group.unfinished
     )
     limit = scheduler.config.max_num_batched_tokens
     _require(unfinished <= limit, f"{unfinished} sequences run, but a step has {limit} tokens")
 
 
 def _check_slots(scheduler: Scheduler) -> None:
-    used = [seq.slot for group in scheduler._running for seq in group.unfinished]
-    spare = [slot for group in scheduler._running for slot in group.spare_slots]
-    slots = sorted(used + spare + scheduler._free_slots)
+    used = [seq.slot for group in scheduler.roster.running for seq in group.unfinished]
+    spare = [slot for group in scheduler.roster.running for slot in group.spare_slots]
+    slots = sorted(used + spare + scheduler.roster.free_slots)
     expected = list(range(1, scheduler.config.max_num_seqs + 1))
     _require(slots == expected, f"slots {slots} are in use or free, not 1 to {len(expected)} once each")
 
@@ -76,7 +78,7 @@ def _check_in_flight(scheduler: Scheduler) -> None:
     pending = Counter(seq.seq_id for flight in scheduler._in_flight for seq in flight.sampling)
     searching = [group for flight in scheduler._in_flight for group in flight.searching]
     pending.update(seq.seq_id for group in searching for seq in group.sequences)
-    for seq in scheduler._sequences.values():
+    for seq in scheduler.roster.sequences.values():
         found = pending[seq.seq_id]
         _require(
             found == seq.num_pending,

@@ -155,13 +155,13 @@ def dump_scheduler(scheduler: Scheduler) -> dict[str, Any]:
         "allocator": scheduler.allocator.snapshot(),
         "num_steps": scheduler.num_steps,
         "num_preemptions": scheduler.num_preemptions,
-        "next_seq_id": scheduler._next_seq_id,
-        "num_arrivals": scheduler._num_arrivals,
-        "next_index": [[arrival, index] for arrival, index in scheduler._next_index.items()],
-        "groups": [dump_group(group) for group in scheduler._groups.values()],
-        "waiting": [group.request.request_id for group in scheduler._waiting],
-        "running": [group.request.request_id for group in scheduler._running],
-        "free_slots": list(scheduler._free_slots),
+        "next_seq_id": scheduler.roster.next_seq_id,
+        "num_arrivals": scheduler.roster.num_arrivals,
+        "next_index": [[arrival, index] for arrival, index in scheduler.roster.next_index.items()],
+        "groups": [dump_group(group) for group in scheduler.roster.groups.values()],
+        "waiting": [group.request.request_id for group in scheduler.roster.waiting],
+        "running": [group.request.request_id for group in scheduler.roster.running],
+        "free_slots": list(scheduler.roster.free_slots),
         "in_flight": [
             [step, [seq.seq_id for seq in sampling], [group.arrival for group in searching]]
             for step, sampling, searching in scheduler._in_flight
@@ -201,15 +201,15 @@ def _fill(scheduler: Scheduler, data: dict[str, Any]) -> None:
     sequences = {seq.seq_id: seq for group in groups for seq in group.unfinished}
     searches = {group.arrival: group for group in groups if group.beam is not None}
     scheduler.num_steps = int(data["num_steps"])
-    scheduler.num_preemptions = int(data["num_preemptions"])
-    scheduler._next_seq_id = int(data["next_seq_id"])
-    scheduler._num_arrivals = int(data["num_arrivals"])
-    scheduler._next_index = {int(arrival): int(index) for arrival, index in data["next_index"]}
-    scheduler._groups = {group.request.request_id: group for group in groups}
-    scheduler._sequences = sequences
-    scheduler._waiting = deque(scheduler._groups[request_id] for request_id in data["waiting"])
-    scheduler._running = [scheduler._groups[request_id] for request_id in data["running"]]
-    scheduler._free_slots = [int(slot) for slot in data["free_slots"]]
+    scheduler.roster.num_preemptions = int(data["num_preemptions"])
+    scheduler.roster.next_seq_id = int(data["next_seq_id"])
+    scheduler.roster.num_arrivals = int(data["num_arrivals"])
+    scheduler.roster.next_index = {int(arrival): int(index) for arrival, index in data["next_index"]}
+    scheduler.roster.groups = {group.request.request_id: group for group in groups}
+    scheduler.roster.sequences = sequences
+    scheduler.roster.waiting = deque(scheduler.roster.groups[request_id] for request_id in data["waiting"])
+    scheduler.roster.running = [scheduler.roster.groups[request_id] for request_id in data["running"]]
+    scheduler.roster.free_slots = [int(slot) for slot in data["free_slots"]]
     scheduler._in_flight = deque(
         InFlight(
             int(step),

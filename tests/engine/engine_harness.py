@@ -9,7 +9,6 @@ import numpy as np
 
 from pagedjax.config import EngineConfig, ModelConfig
 from pagedjax.engine import Engine
-from pagedjax.host.scheduler import _Step
 from pagedjax.models.loader import LoadedModel
 from pagedjax.request import RequestOutput, SamplingParams
 
@@ -82,6 +81,6 @@ def drain(engine: Engine) -> Iterator[RequestOutput]:
 
 def preempt_all(engine: Engine) -> None:
     """Takes the memory of everybody that runs, as if somebody had needed it."""
-    scheduler = engine.scheduler
-    while scheduler._running:
-        scheduler._preempt(scheduler._running[-1], _Step())
+    roster = engine.scheduler.roster
+    while roster.running:
+        roster.preempt(roster.running[-1])

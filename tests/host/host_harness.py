@@ -314,7 +314,7 @@ class Pipeline:
                 for chunk in plan.chunks[search.first_chunk : search.first_chunk + search.num_chunks]:
                     self.sequences[chunk.seq_id] = self.searches[search.request_id], 0
             for chunk in plan.chunks:
-                self.sequences.setdefault(chunk.seq_id, (self.scheduler.sequence(chunk.seq_id).request, 0))
+                self.sequences.setdefault(chunk.seq_id, (self.scheduler.roster.sequences[chunk.seq_id].request, 0))
             if plan.chunks:
                 self.results.append(self.device.execute(plan))
         happened = plan is not None or bool(self.results)
@@ -324,7 +324,9 @@ class Pipeline:
 
     def read_back(self) -> None:
         """Gives the oldest result to the scheduler."""
-        running = {group.request.request_id: group for group in self.scheduler.groups() if group.beam is not None}
+        running = {
+            group.request.request_id: group for group in self.scheduler.roster.groups.values() if group.beam is not None
+        }
         for seq_id, token, reason in self.scheduler.update(self.results.popleft()):
             assert seq_id not in self.ends, "a token for a sequence that had ended"
             if token is not None:

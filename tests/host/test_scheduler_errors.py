@@ -126,40 +126,43 @@ def test_who_is_preempted_waits_at_least_until_the_next_step():
     ("break_it", "message"),
     [
         (
-            lambda s: s._running.reverse(),
+            lambda s: s.roster.running.reverse(),
             r"^running \['r1', 'r0'\] and waiting \['r2'\] are not in order of arrival$",
         ),
         (
-            lambda s: s._waiting.clear(),
+            lambda s: s.roster.waiting.clear(),
             r"^running \['r0', 'r1'\] and waiting \[\] are not \['r0', 'r1', 'r2'\], once each$",
         ),
-        (lambda s: setattr(s, "_next_seq_id", 2), r"^sequence \[2\] was never added$"),
-        (lambda s: s.allocator.free(s.sequence(0)), r"^sequences \[1\] hold memory, but \[0, 1\] run$"),
+        (lambda s: setattr(s.roster, "next_seq_id", 2), r"^sequence \[2\] was never added$"),
+        (lambda s: s.allocator.free(s.roster.sequences[0]), r"^sequences \[1\] hold memory, but \[0, 1\] run$"),
         (
             lambda s: object.__setattr__(s.config, "max_num_batched_tokens", 1),
             r"^2 sequences run, but a step has 1 tokens$",
         ),
-        (lambda s: s._free_slots.append(1), r"^slots \[1, 1, 2\] are in use or free, not 1 to 2 once each$"),
+        (lambda s: s.roster.free_slots.append(1), r"^slots \[1, 1, 2\] are in use or free, not 1 to 2 once each$"),
         (lambda s: s._in_flight.clear(), r"^sequence 0 has 1 tokens pending, 0 in flight$"),
         (lambda s: setattr(s, "num_steps", 0), r"^step \[0\] in flight was never planned$"),
         (lambda s: s._in_flight.append(InFlight(0, [], [])), r"^steps \[0, 0\] in flight are out of order$"),
         (
-            lambda s: setattr(s.sequence(0), "capacity", 8),
+            lambda s: setattr(s.roster.sequences[0], "capacity", 8),
             r"^running sequence 0 believes in 8 slots, but has 1 blocks$",
         ),
-        (lambda s: s.sequence(0).token_ids.pop(), r"^running sequence 0 has 3 tokens, 3 of them computed$"),
-        (lambda s: setattr(s.sequence(0), "num_computed", 0), r"^running sequence 0 has 0 tokens in 4 slots$"),
+        (lambda s: s.roster.sequences[0].token_ids.pop(), r"^running sequence 0 has 3 tokens, 3 of them computed$"),
+        (lambda s: setattr(s.roster.sequences[0], "num_computed", 0), r"^running sequence 0 has 0 tokens in 4 slots$"),
         (
-            lambda s: setattr(s.sequence(0), "num_computed", 2),
+            lambda s: setattr(s.roster.sequences[0], "num_computed", 2),
             r"^running sequence 0 decodes before its prefill is done$",
         ),
-        (lambda s: setattr(s.sequence(0), "decode_until", 2), r"^running sequence 0 decodes until 2, not 4$"),
-        (lambda s: setattr(s.sequence(0).request, "max_len", 3), r"^running sequence 0 has 4 tokens, but may reach 3$"),
+        (lambda s: setattr(s.roster.sequences[0], "decode_until", 2), r"^running sequence 0 decodes until 2, not 4$"),
         (
-            lambda s: setattr(s._waiting[0].sequences[0], "slot", 1),
+            lambda s: setattr(s.roster.sequences[0].request, "max_len", 3),
+            r"^running sequence 0 has 4 tokens, but may reach 3$",
+        ),
+        (
+            lambda s: setattr(s.roster.waiting[0].sequences[0], "slot", 1),
             r"^waiting sequence 2 still holds \(1, 0, 0, 0, 0, 0, 0\)$",
         ),
-        (lambda s: s._waiting[0].sequences.clear(), r"^request 'r2' has no sequences$"),
+        (lambda s: s.roster.waiting[0].sequences.clear(), r"^request 'r2' has no sequences$"),
     ],
 )
 def test_invariants_name_what_is_broken(break_it, message):

@@ -16,7 +16,6 @@ from pagedjax.host import (
     ScheduledBeams,
     StepResult,
 )
-from pagedjax.host.scheduler import _Step
 from pagedjax.request import BeamSearchParams
 
 
@@ -117,7 +116,7 @@ def test_what_was_preempted_is_computed_again_once_for_what_samples_have_in_comm
         plan = scheduler.schedule()
         assert plan is not None
         scheduler.update(StepResult(plan.step, tokens))
-    scheduler._preempt(scheduler._running[0], _Step())
+    scheduler.roster.preempt(scheduler.roster.running[0])
     assert first.token_ids[5:] == [9, 3, 3, 3] and second.token_ids[5:] == [9, 3, 4, 3]
     plan, _ = run(scheduler)
     # Seven tokens are the same, six of them in full blocks.

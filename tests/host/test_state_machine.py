@@ -138,7 +138,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def fork(self, data):
         self.pipeline.read_all()
-        groups = self.scheduler.groups()
+        groups = list(self.scheduler.roster.groups.values())
         if not groups:
             return
         parent = data.draw(st.sampled_from(groups))
@@ -196,7 +196,7 @@ class SchedulerMachine(RuleBasedStateMachine):
     def end_from_outside(self, data, reason):
         if not self.scheduler.has_unfinished():
             return
-        group = data.draw(st.sampled_from(self.scheduler.groups()))
+        group = data.draw(st.sampled_from(list(self.scheduler.roster.groups.values())))
         if reason == "one" and group.beam is None:
             seq = data.draw(st.sampled_from(group.unfinished))
             self.scheduler.finish_sequence(seq.seq_id, reason, "END")
@@ -248,7 +248,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         assert allocator.num_physical_blocks == len(held) <= allocator.num_logical_blocks
         assert all(
             self.pipeline.outputs[seq.seq_id] == seq.token_ids[seq.prompt_len :]
-            for group in scheduler.groups()
+            for group in scheduler.roster.groups.values()
             if group.beam is None
             for seq in group.sequences
         )

@@ -1,0 +1,232 @@
+"""Who waits, who runs, and in which slot: the requests of a scheduler, and how they come and go.
+
+The order of arrival is kept everywhere: whoever runs arrived before whoever waits, because only the head of the queue
+is admitted and only the tail of the running ones is preempted. So both are kept sorted for nothing. The sequences of
+one request are a group, which is admitted and preempted as a whole.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+from pagedjax.config import SchedulerConfig
+from pagedjax.errors import OutOfSlots, UnknownRequest
+from pagedjax.host.beam import BeamSearch
+from pagedjax.host.block_table import num_blocks_for
+from pagedjax.host.protocol import Admission, KVAllocator
+from pagedjax.request import Request, Sequence, SequenceGroup, SequenceStatus
+
+_FINISHED = SequenceStatus.FINISHED
+_RUNNING = SequenceStatus.RUNNING
+
+
+class Roster:
+    """The unfinished requests.
+
+    Attributes:
+        groups: all of them, by request id.
+        sequences: those of theirs that have not ended, by id.
+        waiting: requests that hold no memory, in order of arrival.
+        running: requests that do.
+        free_slots: a stack; its top is at the end.
+        next_index: of the next fork's sample, by arrival, where there are forks.
+        num_arrivals: requests added so far; forks, which arrive with their parent, not counted.
+        num_preemptions: sequences that lost their blocks, counted each time.
+    """
+
+    def __init__(self, config: SchedulerConfig, allocator: KVAllocator) -> None:
+        self.config = config
+        self.allocator = allocator
+        self.groups: dict[str, SequenceGroup] = {}
+        self.sequences: dict[int, Sequence] = {}
+        self.waiting: deque[SequenceGroup] = deque()
+        self.running: list[SequenceGroup] = []
+        self.free_slots = list(range(config.max_num_seqs, 0, -1))
+        self.next_index: dict[int, int] = {}
+        self.next_seq_id = 0
+        self.num_arrivals = 0
+        self.num_preemptions = 0
+
+    # ------------------------------------------------------------------ coming
+
+    def add(self, request: Request) -> SequenceGroup:
+        """Puts a request at the end of the queue."""
+        beam = request.beam
+        group = SequenceGroup(request, [], self.num_arrivals)
+        self.num_arrivals += 1
+        for index in range(1 if beam else request.width):
+            group.sequences.append(self._new_sequence(request, index, request.prompt_token_ids))
+        if beam is None and request.width == 1:
+            group.only = group.sequences[0]
+        if beam is not None:
+            group.beam = BeamSearch(beam, request.stop_ids, request.max_len - len(request.prompt_token_ids))
+        self.groups[request.request_id] = group
+        self.waiting.append(group)
+        return group
+
+    def fork(self, family: SequenceGroup, parent: Sequence, request: Request) -> SequenceGroup:
+        """Puts a request behind its parent, with the parent's tokens: running if that decodes. Raises OutOfSlots."""
+        decoding = parent.status is _RUNNING and parent.num_computed >= parent.prefill_len
+        if decoding and not self.may_run(1):
+            raise OutOfSlots(
+                f"request {family.request.request_id!r} cannot be forked now: {self.num_running} sequences run, and "
+                f"max_num_seqs={self.config.max_num_seqs}, max_num_batched_tokens={self.config.max_num_batched_tokens} "
+                "allow no more"
+            )
+        index = self.next_index.get(family.arrival, 1)
+        self.next_index[family.arrival] = index + 1
+        child = self._new_sequence(request, index, parent.token_ids)
+        group = SequenceGroup(request, [child], family.arrival, only=child)
+        self.groups[request.request_id] = group
+        if decoding:
+            self._fork_running(parent, child, self.free_slots.pop())
+            parent.decode_until = child.decode_until = parent.num_computed
+            self.running.insert(self.running.index(family) + 1, group)
+        elif parent.status is _RUNNING:  # nobody behind it runs: its prompt takes all that is left of a step
+            self.waiting.appendleft(group)
+        else:
+            self.waiting.insert(self.waiting.index(family) + 1, group)
+        return group
+
+    def fork_beam(self, group: SequenceGroup, parent: Sequence) -> Sequence:
+        """A further beam that goes on from `parent`."""
+        child = self._new_sequence(parent.request, parent.index, parent.token_ids)
+        child.num_preemptions = parent.num_preemptions
+        if parent.status is _RUNNING:
+            self._fork_running(parent, child, group.spare_slots.pop())
+        return child
+
+    def _new_sequence(self, request: Request, index: int, token_ids: list[int] | tuple[int, ...]) -> Sequence:
+        seq = Sequence(self.next_seq_id, request, index, list(token_ids), check_len=request.max_len)
+        self.next_seq_id += 1
+        self.sequences[seq.seq_id] = seq
+        return seq
+
+    def _fork_running(self, parent: Sequence, child: Sequence, slot: int) -> None:
+        self.allocator.fork(parent, child)
+        child.slot, child.status, child.fresh = slot, _RUNNING, True
+        child.num_computed, child.prefill_len, child.capacity = parent.num_computed, parent.prefill_len, parent.capacity
+        self.set_check_len(child)
+
+    # ------------------------------------------------------------------ running
+
+    @property
+    def num_running(self) -> int:
+        """Sequences that hold blocks and a slot."""
+        return sum(1 if group.only is not None else len(group.unfinished) for group in self.running)
+
+    def get(self, request_id: str) -> SequenceGroup:
+        """The sequences of an unfinished request. Raises UnknownRequest."""
+        group = self.groups.get(request_id)
+        if group is None:
+            raise UnknownRequest(f"request {request_id!r} is not one of the {len(self.groups)} unfinished requests")
+        return group
+
+    def num_computed(self, seq: Sequence) -> int:
+        """Tokens of a running sequence whose K and V are there once the steps planned have run."""
+        return (seq if seq.leader_id is None else self.sequences[seq.leader_id]).num_computed
+
+    def may_run(self, num_seqs: int) -> bool:
+        """Whether so many more sequences get slots, and a token each in every step."""
+        if num_seqs > len(self.free_slots):
+            return False
+        limit, in_use = self.config.max_num_batched_tokens, self.config.max_num_seqs - len(self.free_slots)
+        if in_use + num_seqs <= limit:
+            return True
+        done = sum(
+            seq.num_computed >= seq.request.max_len - 1
+            for group in self.running
+            if group.beam is None
+            for seq in group.unfinished
+        )
+        return in_use - done + num_seqs <= limit
+
+    def start(self, group: SequenceGroup, members: list[Sequence], admissions: list[Admission], num_slots: int) -> None:
+        """Lets the request at the head of the queue run, with the memory that it was given."""
+        assert self.waiting[0] is group, "only the head of the queue may be admitted"
+        self.waiting.popleft()
+        block_size = self.allocator.block_size
+        for seq, admission in zip(members, admissions, strict=True):
+            seq.slot = self.free_slots.pop()
+            seq.status = _RUNNING
+            seq.fresh = True
+            seq.prefill_len = len(seq.token_ids)
+            seq.capacity = num_blocks_for(seq.prefill_len, block_size) * block_size
+            seq.num_computed, seq.num_cached, seq.leader_id = admission
+        group.spare_slots = [self.free_slots.pop() for _ in range(num_slots - len(members))]
+        self.running.append(group)
+
+    def set_check_len(self, seq: Sequence) -> None:
+        """Sets when a sequence's end is looked for next, and what it filled is sealed."""
+        seq.check_len = seq.request.max_len
+        if self.allocator.caches_prefixes:
+            # One token later than a block is full: then its last token is surely computed.
+            seq.check_len = min(seq.check_len, (seq.num_sealed + 1) * self.allocator.block_size + 1)
+
+    # ------------------------------------------------------------------ going
+
+    def preempt(self, group: SequenceGroup) -> list[int]:
+        """Takes the blocks and slots of the latest arrival; it goes to the head of the queue to be computed again.
+
+        Returns:
+            The ids of its sequences.
+        """
+        assert self.running[-1] is group, "only the latest arrival may be preempted"
+        self.running.pop()
+        self.free_slots += group.spare_slots
+        group.spare_slots = []
+        members = group.unfinished[::-1]
+        for seq in members:
+            self._release(seq, self.free_slots)
+            seq.status = SequenceStatus.WAITING
+            seq.num_computed = 0
+            seq.num_preemptions += 1
+        self.num_preemptions += len(members)
+        self.waiting.appendleft(group)
+        return [seq.seq_id for seq in members]
+
+    def finish(self, group: SequenceGroup, reason: str, stop_reason: str | int | None) -> None:
+        """Ends all sequences of a request."""
+        for seq in group.unfinished:
+            self.finish_sequence(seq, reason, stop_reason)
+
+    def finish_sequence(self, seq: Sequence, reason: str, stop_reason: str | int | None) -> None:
+        """Ends a sequence, and its request if that was the last one."""
+        group, waits = self.groups[seq.request.request_id], seq.status is SequenceStatus.WAITING
+        if not waits:
+            self._pass_on_lead(group, seq)
+            self._release(seq, self.free_slots)
+        self._end(seq, reason, stop_reason)
+        if group.unfinished:
+            return
+        (self.waiting if waits else self.running).remove(group)
+        self.free_slots += group.spare_slots
+        group.spare_slots = []
+        del self.groups[group.request.request_id]
+        if group.arrival in self.next_index and all(g.arrival != group.arrival for g in self.groups.values()):
+            del self.next_index[group.arrival]
+
+    def drop_beam(self, group: SequenceGroup, seq: Sequence) -> None:
+        """Ends a beam that nobody goes on from."""
+        if seq.status is _RUNNING:
+            self._release(seq, group.spare_slots)
+        self._end(seq, "dropped", None)
+
+    def _pass_on_lead(self, group: SequenceGroup, seq: Sequence) -> None:
+        """Lets the first of those that follow a sequence compute what it will not."""
+        followers = [other for other in group.sequences if other.leader_id == seq.seq_id]
+        for other in followers[1:]:
+            other.leader_id = followers[0].seq_id
+        for heir in followers[:1]:
+            heir.leader_id = None
+            heir.num_computed, heir.num_cached, heir.num_sealed = seq.num_computed, seq.num_cached, seq.num_sealed
+
+    def _end(self, seq: Sequence, reason: str, stop_reason: str | int | None) -> None:
+        seq.status, seq.finish_reason, seq.stop_reason = _FINISHED, reason, stop_reason
+        del self.sequences[seq.seq_id]
+
+    def _release(self, seq: Sequence, slots: list[int]) -> None:
+        self.allocator.free(seq)
+        slots.append(seq.slot)
+        seq.slot = seq.prefill_len = seq.capacity = seq.decode_until = seq.num_cached = 0
+        seq.fresh, seq.leader_id, seq.check_len = False, None, seq.request.max_len

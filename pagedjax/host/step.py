@@ -1,0 +1,232 @@
+"""One step's plan while it is being made: who computes what, with whose memory (paper section 4.5)."""
+
+from __future__ import annotations
+
+from pagedjax.config import SchedulerConfig
+from pagedjax.errors import OutOfBlocks
+from pagedjax.host.beam import BeamSearch, num_candidates
+from pagedjax.host.plan import InFlight, ScheduledBeams, ScheduledChunk, StepPlan
+from pagedjax.host.protocol import KVAllocator
+from pagedjax.host.roster import Roster
+from pagedjax.request import Sequence, SequenceGroup
+
+
+class Step:
+    """What a step will do, as far as it is planned.
+
+    Attributes:
+        budget: tokens that it can still take.
+        chunks, copies, beams, preempted, failed: parts of the plan.
+        sampling, searching: who waits for its result.
+    """
+
+    __slots__ = (
+        "_allocator",
+        "_config",
+        "_roster",
+        "beams",
+        "budget",
+        "chunks",
+        "copies",
+        "failed",
+        "preempted",
+        "sampling",
+        "searching",
+    )
+
+    def __init__(self, config: SchedulerConfig, allocator: KVAllocator, roster: Roster) -> None:
+        self._config = config
+        self._allocator = allocator
+        self._roster = roster
+        self.budget = config.max_num_batched_tokens
+        self.chunks: list[ScheduledChunk] = []
+        self.sampling: list[Sequence] = []
+        self.copies: list[tuple[int, int]] = []
+        self.beams: list[ScheduledBeams] = []
+        self.searching: list[SequenceGroup] = []
+        self.preempted: list[int] = []
+        self.failed: list[int] = []
+
+    def plan(self, number: int) -> StepPlan | None:
+        """The plan; None if there is nothing to do and nothing to report."""
+        if not (self.chunks or self.preempted or self.failed):
+            return None
+        return StepPlan(
+            number,
+            tuple(self.chunks),
+            self._config.max_num_batched_tokens - self.budget,
+            tuple(self.preempted),
+            tuple(self.failed),
+            tuple(self.copies),
+            tuple(self.beams),
+        )
+
+    def in_flight(self, number: int) -> InFlight:
+        """Who waits for the result."""
+        return InFlight(number, self.sampling, self.searching)
+
+    # ------------------------------------------------------------------ groups
+
+    def plan_group(self, group: SequenceGroup) -> None:
+        """Plans what a running group computes in this step."""
+        if group.only is not None:
+            self._plan_single(group, group.only)
+        elif group.beam is not None:
+            self._plan_beams(group, group.beam)
+        else:
+            self._plan_samples(group)
+
+    def _plan_single(self, group: SequenceGroup, seq: Sequence) -> None:
+        if seq.num_computed < seq.prefill_len:
+            self._plan_prefill(group, seq)
+        elif seq.num_computed < seq.request.max_len - 1 and self._make_room(group, group.sequences):
+            self._plan_decode(seq)
+
+    def _plan_samples(self, group: SequenceGroup) -> None:
+        members = group.unfinished
+        # Without those whose last token is on its way.
+        decoding = [seq for seq in members if seq.prefill_len <= seq.num_computed < seq.request.max_len - 1]
+        growing = [seq for seq in decoding if seq.num_computed >= seq.decode_until]
+        if growing and not self._make_room(group, growing):
+            return
+        prefilling = [seq for seq in members if seq.num_computed < seq.prefill_len and seq.leader_id is None]
+        for seq in decoding:
+            self._plan_decode(seq)
+        for seq in prefilling:
+            self._plan_prefill(group, seq)
+            if seq.num_computed < seq.prefill_len:  # those behind it may share what it has yet to compute
+                break
+
+    def _plan_decode(self, seq: Sequence) -> None:
+        self._compute(seq, seq.num_computed + 1, samples=True)
+        seq.decode_until = min(seq.capacity, seq.request.max_len - 1)
+
+    def _plan_prefill(self, group: SequenceGroup, seq: Sequence) -> None:
+        """Plans the next chunk of a prompt (after preemption: of prompt and output)."""
+        start, end = seq.num_computed, min(seq.prefill_len, seq.num_computed + self.budget)
+        samples = end == seq.prefill_len
+        if start == end or not (samples or self._config.enable_chunked_prefill):
+            return
+        self._compute(seq, end, samples=samples)
+        if not samples:
+            return
+        followers = [other for other in group.sequences if other.leader_id == seq.seq_id]
+        for other in followers:
+            other.leader_id = None
+            other.hashes, other.num_sealed = list(seq.hashes), seq.num_sealed
+            other.num_computed = end
+            self._compute(other, end, samples=True)
+        for one in (seq, *followers):  # who shares the last block must not write to it unasked
+            one.decode_until = end if followers else min(one.capacity, one.request.max_len - 1)
+            self._roster.set_check_len(one)
+        if seq.request.registers_prefix:
+            self._allocator.pin(seq.request.request_id, seq)
+
+    def _plan_beams(self, group: SequenceGroup, beam: BeamSearch) -> None:
+        """Plans a step of all beams together; of prompts that do not fit into it, all but the last token."""
+        beams = group.sequences
+        if beams[0].num_pending:  # which beams go on is known when the device has answered
+            return
+        if sum(len(seq.token_ids) - seq.num_computed for seq in beams) > self.budget:
+            self._plan_beam_prefills(beams)
+            return
+        growing = [seq for seq in beams if seq.num_computed >= seq.prefill_len]
+        if growing and not self._make_room(group, growing):
+            return
+        first = len(self.chunks)
+        for seq in beams:
+            self._compute(seq, len(seq.token_ids), samples=False)
+            seq.num_pending = 1
+        logprobs, width = tuple(beam.logprobs), beam.params.beam_width
+        wanted = num_candidates(width, len(beam.stop_ids))
+        self.beams.append(ScheduledBeams(group.request.request_id, first, len(beams), width, logprobs, wanted))
+        self.searching.append(group)
+
+    def _plan_beam_prefills(self, beams: list[Sequence]) -> None:
+        for seq in beams:
+            start, last = seq.num_computed, len(seq.token_ids) - 1
+            end = min(last, start + self.budget)
+            if start < end and (end == last or self._config.enable_chunked_prefill):
+                self._compute(seq, end, samples=False)
+            if seq.num_computed < last:  # those behind it may share what it has yet to compute
+                break
+
+    def _compute(self, seq: Sequence, end: int, *, samples: bool) -> None:
+        """Plans the tokens of a sequence up to `end`, growing it if they are not of its prefill."""
+        start, allocator = seq.num_computed, self._allocator
+        first_block, blocks, known = 0, (), start < seq.prefill_len or seq.fresh or seq.request.beam is not None
+        if start >= seq.prefill_len and start < end:
+            growth = allocator.grow(seq, end)
+            if growth.new_blocks:
+                first_block, blocks = growth.first_block, tuple(growth.new_blocks)
+                seq.capacity += (len(blocks) - len(growth.copies)) * allocator.block_size
+                self.copies += growth.copies
+        if seq.fresh:
+            first_block, blocks = 0, tuple(allocator.block_table(seq.seq_id))
+        token_ids = tuple(seq.token_ids[start:end]) if known else ()
+        chunk = seq.seq_id, seq.slot, start, end - start, token_ids, first_block, blocks, samples, seq.fresh
+        self.chunks.append(ScheduledChunk(*chunk, writes=start >= seq.num_cached))
+        self.budget -= end - start
+        seq.fresh = False
+        seq.num_computed = end
+        if samples:
+            seq.num_pending += 1
+            self.sampling.append(seq)
+        if known and allocator.caches_prefixes:
+            allocator.seal(seq)
+
+    # ------------------------------------------------------------------ memory
+
+    def _make_room(self, group: SequenceGroup, growing: list[Sequence]) -> bool:
+        """Gets memory for the next token of each, from later arrivals if need be; False if it cannot go on now."""
+        roster = self._roster
+        while not self._allocator.can_grow(growing):
+            victim = roster.running[-1]
+            if victim is roster.running[0]:
+                # Nobody else holds memory. A token on its way may still end one of the sequences properly.
+                if not any(seq.num_pending for seq in group.unfinished):
+                    self._fail(group, growing[-1].num_computed + 1)
+                return False
+            self.preempted += roster.preempt(victim)
+            if victim is group:
+                return False
+        return True
+
+    def admit_waiting(self) -> None:
+        """Admits from the head of the queue, skipping nobody, as far as tokens, slots and memory go."""
+        roster, chunked = self._roster, self._config.enable_chunked_prefill
+        while roster.waiting and self.budget:
+            group = roster.waiting[0]
+            members = group.unfinished
+            num_slots = len(members) if group.beam is None else group.request.width
+            # A preempted one may wait for its last token.
+            if not roster.may_run(num_slots) or any(seq.num_pending for seq in members):
+                break
+            if not (chunked or len(members[0].token_ids) <= self.budget):
+                break
+            alone = not roster.running
+            try:
+                admissions = self._allocator.admit(members, alone=alone)
+            except OutOfBlocks:
+                if not alone:
+                    break
+                self._fail(group, max(len(seq.token_ids) for seq in members))
+                continue
+            roster.start(group, members, admissions, num_slots)
+            self.plan_group(group)
+
+    def _fail(self, group: SequenceGroup, num_tokens: int) -> None:
+        """Ends a request that could not go on though it had the whole pool to itself."""
+        members, allocator = group.unfinished, self._allocator
+        slots = allocator.num_blocks * allocator.block_size
+        each = "" if len(members) == 1 else f" for each of {len(members)} sequences"
+        message = (
+            f"needs room for {num_tokens} tokens{each}, but the whole pool holds {slots} ({allocator.num_blocks} "
+            f"blocks of {allocator.block_size} tokens)"
+        )
+        self.failed += [seq.seq_id for seq in members]
+        if not self._roster.running:  # whatever is in use is nobody's
+            pinned = slots - allocator.usage({}).free
+            if pinned:
+                message += f", of which registered prefixes take {pinned}"
+        self._roster.finish(group, "error", message)

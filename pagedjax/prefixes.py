@@ -1,0 +1,37 @@
+"""Registered prefixes: beginnings of prompts that are kept for all to share (paper section 4.4)."""
+
+from __future__ import annotations
+
+import warnings
+from dataclasses import dataclass
+
+from pagedjax.params import SamplingParams
+
+PREFIX_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
+"""A prefix is computed as a request that samples one token, which nobody sees."""
+
+
+@dataclass(frozen=True, slots=True)
+class RegisteredPrefix:
+    """The beginning of prompts whose blocks are kept, until `Engine.unregister_prefix`, for all to share.
+
+    Attributes:
+        token_ids: of the whole prefix.
+        num_tokens: of these in full blocks, which alone are shared.
+        num_blocks: blocks kept.
+        cache_salt: only requests of the same salt share them.
+    """
+
+    name: str
+    token_ids: tuple[int, ...]
+    num_tokens: int
+    num_blocks: int
+    cache_salt: str | None
+
+
+def warn_shares_nothing(num_tokens: int, block_size: int) -> None:
+    """Says that a prefix is too short."""
+    warnings.warn(
+        f"the prefix of {num_tokens} tokens is shorter than a block of {block_size}: nothing of it is shared",
+        stacklevel=3,
+    )
