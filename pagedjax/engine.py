@@ -175,6 +175,7 @@ class Engine:
                 parent.request,
                 request_id=self._new_id() if new_request_id is None else new_request_id,
                 arrival_time=time.monotonic(),
+                registers_prefix=False,
             )
             self._track(parent.fork(self.scheduler.fork(request_id, request)))
             return request.request_id

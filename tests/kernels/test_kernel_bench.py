@@ -12,7 +12,7 @@ import pytest
 
 from pallas_kernels import standard_attention
 from pallas_kernels.bench import __main__ as program
-from pallas_kernels.bench import ceilings, problems
+from pallas_kernels.bench import ceilings, problems, shared_prefix
 from pallas_kernels.bench.cases import OPS, Case
 
 COMMON: dict[str, Any] = {
@@ -169,3 +169,14 @@ def test_wrong_arguments_are_one_line_and_status_2(capsys, arguments, words):
 def test_a_case_checks_itself(change, words):
     with pytest.raises(ValueError, match=words):
         Case(**(COMMON | {"op": "paged_decode"} | change))
+
+
+def test_a_shared_prefix_attended_to_once_gives_the_same():
+    row = shared_prefix.measure("smollm2", batch=3, prefix=80, rounds=1)
+    assert tuple(row) == shared_prefix.COLUMNS and row["saves"] > 0  # it compares both ways itself
+
+
+def test_the_shared_prefix_bench_refuses_what_it_does_not_know(capsys):
+    with pytest.raises(SystemExit) as caught:
+        shared_prefix.main(["--rounds", "0"])
+    assert caught.value.code == 2 and "--rounds" in capsys.readouterr().err
