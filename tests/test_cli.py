@@ -155,6 +155,21 @@ def test_several_prompts_are_printed_with_their_number_as_they_end(fake, capsys)
     assert capsys.readouterr().out == "[2] second prompt\nshort\n\n[1] first prompt\na long one\n\n"
 
 
+def test_samples_are_numbered_within_their_prompt(fake, capsys, monkeypatch):
+    output = state("r0", "x", "one", "length")
+    second = CompletionOutput(
+        1, "two\n", [3, 4], -1.0, [{3: Logprob(-0.5, 1, "t")}, {4: Logprob(-0.5, 2, "wo")}], "stop"
+    )
+    output.outputs.append(second)
+    fake.answers = [["x"]]
+    monkeypatch.setattr(FakeEngine, "step", lambda self: self.requests.clear() or [output])
+    assert main(["generate", "x", "--n", "2"]) == 0
+    captured = capsys.readouterr()
+    logprobs = "output token of sample 2\n  't'   -0.500  #1  't' -0.500\n  'wo'  -0.500  #2\n"
+    assert captured.out == f"[1] x\n(1.1) one\n(1.2) two\n\n{logprobs}\n"
+    assert captured.err.startswith("5 tokens in ")
+
+
 def test_ctrl_c_keeps_what_one_prompt_has_printed(fake, capsys):
     fake.answers = [["P", "a", KeyboardInterrupt()]]
     assert main(["generate", "x"]) == 130

@@ -100,7 +100,10 @@ def _print_each_as_it_ends(llm: LLM, prompts: list[str], params: SamplingParams)
 def _labelled(number: int, output: RequestOutput) -> str:
     several = len(output.outputs) > 1
     texts = [f"({number}.{c.index + 1}) {c.text}" if several else c.text for c in output.outputs]
-    return "\n".join([f"[{number}] {output.prompt}", *texts, format_logprobs(output)]).rstrip("\n") + "\n"
+    lines = [f"[{number}] {output.prompt}", *texts]
+    if logprobs := format_logprobs(output):
+        lines.append(logprobs)
+    return "\n".join(lines) + "\n"
 
 
 def _print_speed(outputs: list[RequestOutput], seconds: float, compiling: float) -> None:

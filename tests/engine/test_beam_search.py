@@ -124,7 +124,7 @@ def test_sequences_and_scores_are_those_of_transformers(seeds: range) -> None:
 @pytest.mark.parametrize(
     "config",
     [
-        pytest.param({}, id="default"),
+        pytest.param({}, id="default", marks=pytest.mark.jax_matrix),
         pytest.param({"overlap": False, "block_size": 1, "num_blocks": 400}, id="blocks-of-1"),
         pytest.param({"max_num_batched_tokens": 20}, id="chunks-of-20"),
         pytest.param({"num_blocks": 44}, id="preemption"),

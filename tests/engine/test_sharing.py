@@ -18,7 +18,7 @@ PENALISED = SamplingParams(n=3, max_tokens=18, temperature=0.9, seed=9, repetiti
 GREEDY = SamplingParams(max_tokens=20, temperature=0.0, ignore_eos=True)
 
 CONFIGS = [
-    pytest.param({}, id="default"),
+    pytest.param({}, id="default", marks=pytest.mark.jax_matrix),
     pytest.param({"overlap": False}, id="no-overlap"),
     pytest.param({"enable_prefix_caching": True}, id="caching"),
     pytest.param({"max_num_batched_tokens": 8}, id="chunks-of-8"),
