@@ -36,6 +36,10 @@ def _require_optional_int(name: str, value: object, least: int) -> None:
     require(value is None or is_int(value, least), name, value, f"None or an integer of at least {least}")
 
 
+def _require_seed(name: str, value: object, bits: int) -> None:
+    require(is_int(value, 0) and value < 2**bits, name, value, f"an integer in [0, 2**{bits})")  # type: ignore[operator]
+
+
 def _require_positive(name: str, value: object) -> None:
     require(is_number(value) and value > 0, name, value, "a positive number")  # type: ignore[operator]
 
@@ -145,7 +149,7 @@ class CacheConfig:
         require(ok, "watermark", self.watermark, "in [0, 1)")
         caching = self.enable_prefix_caching
         require(isinstance(caching, bool), "enable_prefix_caching", caching, "True or False")
-        _require_int("prefix_hash_seed", self.prefix_hash_seed, 0)
+        _require_seed("prefix_hash_seed", self.prefix_hash_seed, 64)
 
     @property
     def watermark_blocks(self) -> int:
@@ -259,10 +263,11 @@ class EngineConfig:
             self.pool_bytes,
             f"None when num_blocks={self.num_blocks} is given: either says the size of the pool",
         )
-        _require_optional_int("prefix_hash_seed", self.prefix_hash_seed, 0)
+        if self.prefix_hash_seed is not None:
+            _require_seed("prefix_hash_seed", self.prefix_hash_seed, 64)
         for name in ("enable_chunked_prefill", "enable_prefix_caching", "attention_interpret", "overlap"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
-        require(is_int(self.seed, 0) and self.seed < 2**63, "seed", self.seed, "an integer in [0, 2**63)")
+        _require_seed("seed", self.seed, 63)
         CacheConfig(self.block_size, self.num_blocks or 1, self.watermark)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require_int(name, getattr(self, name), 1)

@@ -25,7 +25,7 @@ from pagedjax.device.kv_pool import PoolInfo, plan_pool
 from pagedjax.device.memory import free_memory
 from pagedjax.device.programs import num_compilations
 from pagedjax.device.runner import InFlight, PromptRows, Runner, StepOutput
-from pagedjax.errors import ConfigError, EngineDead, InvalidRequest, PagedJaxError, UnknownRequest
+from pagedjax.errors import ConfigError, EngineDead, InvalidRequest, PagedJaxError, RequestTooLong, UnknownRequest
 from pagedjax.host.allocator import PagedAllocator
 from pagedjax.host.block_map import block_map
 from pagedjax.host.plan import StepPlan
@@ -93,6 +93,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._undelivered: dict[str, RequestOutput] = {}  # the latest state of each request
         self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._closing: list[str] = []
         self._lock = threading.RLock()
         self._stepping = False
         self._num_requests = 0
@@ -256,9 +257,15 @@ class Engine:
                 self._advance()
 
     def close_mailbox(self, request_id: str) -> None:
-        """Forgets a mailbox, and ends its request if it has not ended."""
+        """Forgets a mailbox, and ends its request if it has not ended.
+
+        Called while the same thread makes a step, as garbage collection may, it waits until the step is done.
+        """
         check_id(request_id)
         with self._lock:
+            if self._stepping:
+                self._closing.append(request_id)
+                return
             if self._mailboxes.pop(request_id, None) is not None and request_id in self._trackers:
                 self.abort(request_id)
 
@@ -275,6 +282,8 @@ class Engine:
             self._stepping = True
             yield
             self._stepping = False
+            while self._closing:
+                self.close_mailbox(self._closing.pop())
 
     def _deliver(self, outputs: list[RequestOutput]) -> None:
         for output in outputs:
@@ -410,8 +419,16 @@ class Engine:
         size = self.config.block_size
         token_ids = request.prompt_token_ids
         num_blocks = len(token_ids) // size
+        limit = min(self.max_model_len - 1, self.pool_info.num_slots)
+        if len(token_ids) > limit:
+            raise RequestTooLong(
+                f"the prefix has {len(token_ids)} tokens, but max_model_len={self.max_model_len} and the whole pool of "
+                f"{self.pool_info.num_blocks} blocks of {size} tokens allow at most {limit}"
+            )
         with self._lock:
-            name = f"prefix-{self._new_id()}"
+            numbers = count(self._num_requests)
+            names = (f"prefix-{number}" for number in numbers)
+            name = next(name for name in names if not (self.is_unfinished(name) or name in self._prefixes))
             if num_blocks:
                 request.prompt_token_ids = token_ids[: num_blocks * size]
                 request.max_len, request.registers_prefix = num_blocks * size + 1, True
@@ -436,8 +453,9 @@ class Engine:
             reason = output.outputs[0].stop_reason or output.outputs[0].finish_reason
         finally:
             self.close_mailbox(name)
-            if reason != "length" and name in self.allocator.pins():
-                self.allocator.unpin(name)
+            with self._lock:
+                if reason != "length" and name in self.allocator.pins():
+                    self.allocator.unpin(name)
         if reason != "length":
             raise PagedJaxError(f"the prefix could not be computed: {reason}")
 
@@ -447,9 +465,11 @@ class Engine:
         Raises:
             InvalidRequest: it is not registered, or no longer.
         """
-        if not isinstance(prefix, RegisteredPrefix) or self._prefixes.get(prefix.name) is not prefix:
-            raise InvalidRequest(f"prefix={shown(prefix)} is not one that register_prefix gave and that is registered")
         with self._lock:
+            if not isinstance(prefix, RegisteredPrefix) or self._prefixes.get(prefix.name) is not prefix:
+                raise InvalidRequest(
+                    f"prefix={shown(prefix)} is not one that register_prefix gave and that is registered"
+                )
             del self._prefixes[prefix.name]
             if prefix.num_blocks:
                 self.allocator.unpin(prefix.name)
@@ -499,11 +519,13 @@ class Engine:
 
     def reset_stats(self) -> None:
         """Begins the counters of `stats()` anew."""
-        self._counters = Counters.begin(*self._counted())
+        with self._lock:
+            self._counters = Counters.begin(*self._counted())
 
     def stats(self) -> EngineStats:
         """Counters and the pool's state now."""
-        return self._counters.stats(*self._counted())
+        with self._lock:
+            return self._counters.stats(*self._counted())
 
     def _counted(self) -> tuple[int, float, Scheduler, PagedAllocator]:
         return num_compilations(), self.runner.programs.compile_seconds, self.scheduler, self.allocator

@@ -128,18 +128,20 @@ class LLM:
         messages: Sequence[Message] | Sequence[Sequence[Message]],
         params: SamplingParams | Sequence[SamplingParams] | None = None,
         progress: bool = True,
+        cache_salt: str | None = None,
     ) -> list[RequestOutput]:
         """Answers one conversation, or each of several, through the model's chat template.
 
         Args:
             messages: [{"role": "user", "content": "..."}, ...], or a list of such lists.
-            params: as in `generate`.
+            params, progress, cache_salt: as in `generate`.
         """
         if isinstance(messages, str | Mapping) or not isinstance(messages, Sequence):
             raise InvalidRequest(f"messages={shown(messages)} must be a list of messages, or a list of such lists")
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Any = messages if several else [messages]
-        return self.generate([self.chat_prompt(conversation) for conversation in conversations], params, progress)
+        prompts = [self.chat_prompt(conversation) for conversation in conversations]
+        return self.generate(prompts, params, progress, cache_salt)
 
     def chat_prompt(self, messages: Sequence[Message]) -> dict[str, Any]:
         """A conversation as a prompt for `generate`, `stream` or `Engine.add_request`.
@@ -169,14 +171,16 @@ class LLM:
         token_ids = self.tokenizer(text, add_special_tokens=False)["input_ids"]
         return {"prompt": text, "prompt_token_ids": token_ids}
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> RequestStream:
+    def stream(
+        self, prompt: Prompt, params: SamplingParams | None = None, cache_salt: str | None = None
+    ) -> RequestStream:
         """Yields the request's state after each of its tokens, text so far; ends with it.
 
         Closing or dropping the stream early ends the request. Several streams may be read in any order, also from
         different threads: each gets its own outputs.
         """
         (params,) = _one_per_prompt(SamplingParams, params, 1)
-        return RequestStream(self.engine, self.engine.add_request(prompt, params))
+        return RequestStream(self.engine, self.engine.add_request(prompt, params, cache_salt=cache_salt))
 
     def register_prefix(self, prefix: Prompt, cache_salt: str | None = None) -> RegisteredPrefix:
         """Computes what prompts to come begin with and keeps its full blocks; see `Engine.register_prefix`."""

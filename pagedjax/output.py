@@ -153,9 +153,10 @@ class RequestTracker:
 
     def add_prompt_logprobs(self, begin: int, rows: list[RowLogprobs]) -> None:
         """Takes logprobs of the prompt tokens that follow position `begin`."""
-        assert self._prompt_logprobs is not None and len(self._prompt_logprobs) == begin + 1
-        limit = self.request.params.prompt_logprobs or 0
-        for token_id, row in zip(self.request.prompt_token_ids[begin + 1 :], rows, strict=False):
+        assert self._prompt_logprobs is not None and len(self._prompt_logprobs) > begin
+        limit, known = self.request.params.prompt_logprobs or 0, len(self._prompt_logprobs)
+        # Those known already were computed twice, around a preemption.
+        for token_id, row in zip(self.request.prompt_token_ids[known:], rows[known - begin - 1 :], strict=False):
             self._prompt_logprobs.append(logprob_entry(token_id, row, limit, self._tokenizer))
 
     def finish(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 import warnings
 from dataclasses import dataclass
 
@@ -30,8 +31,11 @@ class RegisteredPrefix:
 
 
 def warn_shares_nothing(num_tokens: int, block_size: int) -> None:
-    """Says that a prefix is too short."""
+    """Says that a prefix is too short, at the line of the user's that registers it."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and str(frame.f_globals.get("__name__")).startswith("pagedjax."):
+        level, frame = level + 1, frame.f_back
     warnings.warn(
         f"the prefix of {num_tokens} tokens is shorter than a block of {block_size}: nothing of it is shared",
-        stacklevel=3,
+        stacklevel=level,
     )

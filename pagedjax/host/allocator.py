@@ -45,6 +45,14 @@ class _Share(NamedTuple):
     leader_id: int | None = None
 
 
+class _Kin(NamedTuple):
+    """What a sequence has in common with those before it in its request: all tokens with the leader, or blocks."""
+
+    leader_id: int | None = None
+    donor_id: int | None = None
+    num_blocks: int = 0
+
+
 class PagedAllocator:
     """Blocks on demand: a sequence holds what its tokens need, rounded up to one block (paper sections 4.2, 4.3).
 
@@ -67,6 +75,7 @@ class PagedAllocator:
         self._watermark = config.watermark_blocks
         self._tables: dict[int, BlockTable] = {}
         self._pins: dict[str, list[int]] = {}
+        self._kinship: tuple[list[tuple[int, int]], list[_Kin]] = ([], [])
 
     # ------------------------------------------------------------------ admission
 
@@ -117,8 +126,8 @@ class PagedAllocator:
         """What each sequence need not take for itself, and the blocks that must be free for all of them."""
         shares: list[_Share] = []
         needed, revived = 0, set()
-        for index, sequence in enumerate(sequences):
-            share = self._find_share(sequence, sequences[:index])
+        for sequence, kin in zip(sequences, self._find_kinship(sequences), strict=True):
+            share = self._find_share(sequence, kin)
             shares.append(share)
             if share.leader_id is None:
                 num_shared = len(share.cached) + share.num_donated
@@ -126,16 +135,22 @@ class PagedAllocator:
                 revived.update(self.pool.unreferenced(share.cached))
         return shares, needed + len(revived)
 
-    def _find_share(self, sequence: Sequence, siblings: List[Sequence]) -> _Share:
+    def _find_share(self, sequence: Sequence, kin: _Kin) -> _Share:
+        if kin.leader_id is not None:
+            return _Share([], leader_id=kin.leader_id)
         cached = self._find_cached(sequence)
-        donor_id, num_donated = None, 0
-        for sibling in siblings:
-            if sibling.token_ids == sequence.token_ids:
-                return _Share([], leader_id=sibling.seq_id)
-            common = _num_common_blocks(sibling.token_ids, sequence.token_ids, self.block_size)
-            if common > max(num_donated, len(cached)):
-                donor_id, num_donated = sibling.seq_id, common
-        return _Share([] if donor_id is not None else cached, donor_id, num_donated)
+        if kin.num_blocks > len(cached):
+            return _Share([], kin.donor_id, kin.num_blocks)
+        return _Share(cached)
+
+    def _find_kinship(self, sequences: List[Sequence]) -> list[_Kin]:
+        """Remembers the last answer: whoever waits for memory at the head of the queue is looked at in every step."""
+        if len(sequences) == 1:
+            return [_Kin()]
+        known = [(sequence.seq_id, len(sequence.token_ids)) for sequence in sequences]
+        if self._kinship[0] != known:
+            self._kinship = known, _kinship(sequences, self.block_size)
+        return self._kinship[1]
 
     def _looks_up(self, sequence: Sequence) -> bool:
         """Whether a sequence may use what is cached. Logprobs of a prompt need all of it computed."""
@@ -337,9 +352,25 @@ class PagedAllocator:
                 raise InvariantError(f"block {block} is in {found} tables and pins, but counts {counted} references")
 
 
-def _num_common_blocks(a: list[int], b: list[int], size: int) -> int:
-    """Full blocks that begin both, fewer than would leave `b` without a token."""
-    count, limit = 0, min(len(a), len(b) - 1) // size
-    while count < limit and a[count * size : (count + 1) * size] == b[count * size : (count + 1) * size]:
-        count += 1
-    return count
+def _kinship(sequences: List[Sequence], size: int) -> list[_Kin]:
+    """Walks down a tree of full blocks, in which each sequence adds what those before it do not have."""
+    leaders: dict[tuple[int, ...], int] = {}
+    nodes: dict[tuple[int, tuple[int, ...]], int] = {}  # a node and the tokens of one block -> the next node
+    owners = [-1]  # of each node: the sequence that added it
+    found = []
+    for sequence in sequences:
+        tokens = tuple(sequence.token_ids)
+        leader_id = leaders.setdefault(tokens, sequence.seq_id)
+        if leader_id != sequence.seq_id:
+            found.append(_Kin(leader_id))
+            continue
+        node, donor_id, common = 0, None, 0
+        for index in range(len(tokens) // size):
+            key = node, tokens[index * size : (index + 1) * size]
+            node = nodes.setdefault(key, len(owners))
+            if node == len(owners):
+                owners.append(sequence.seq_id)
+            elif (index + 1) * size < len(tokens):  # one token at least is left to compute
+                donor_id, common = owners[node], index + 1
+        found.append(_Kin(None, donor_id, common))
+    return found

@@ -16,6 +16,8 @@ class Step:
 
     Attributes:
         budget: tokens that it can still take.
+        closed: whether nobody further may be admitted: a running request has prompts left to compute, for which it may
+            need a whole step.
         chunks, copies, beams, preempted, failed: parts of the plan.
         sampling, searching: who waits for its result.
     """
@@ -27,6 +29,7 @@ class Step:
         "beams",
         "budget",
         "chunks",
+        "closed",
         "copies",
         "failed",
         "preempted",
@@ -39,6 +42,7 @@ class Step:
         self._allocator = allocator
         self._roster = roster
         self.budget = config.max_num_batched_tokens
+        self.closed = False
         self.chunks: list[ScheduledChunk] = []
         self.sampling: list[Sequence] = []
         self.copies: list[tuple[int, int]] = []
@@ -105,6 +109,7 @@ class Step:
         """Plans the next chunk of a prompt (after preemption: of prompt and output)."""
         start, end = seq.num_computed, min(seq.prefill_len, seq.num_computed + self.budget)
         samples = end == seq.prefill_len
+        self.closed |= not samples
         if start == end or not (samples or self._config.enable_chunked_prefill):
             return
         self._compute(seq, end, samples=samples)
@@ -128,6 +133,7 @@ class Step:
         if beams[0].num_pending:  # which beams go on is known when the device has answered
             return
         if sum(len(seq.token_ids) - seq.num_computed for seq in beams) > self.budget:
+            self.closed = True
             self._plan_beam_prefills(beams)
             return
         growing = [seq for seq in beams if seq.num_computed >= seq.prefill_len]
@@ -195,7 +201,7 @@ class Step:
     def admit_waiting(self) -> None:
         """Admits from the head of the queue, skipping nobody, as far as tokens, slots and memory go."""
         roster, chunked = self._roster, self._config.enable_chunked_prefill
-        while roster.waiting and self.budget:
+        while roster.waiting and self.budget and not self.closed:
             group = roster.waiting[0]
             members = group.unfinished
             num_slots = len(members) if group.beam is None else group.request.width
@@ -225,8 +231,8 @@ class Step:
             f"blocks of {allocator.block_size} tokens)"
         )
         self.failed += [seq.seq_id for seq in members]
-        if not self._roster.running:  # whatever is in use is nobody's
-            pinned = slots - allocator.usage({}).free
-            if pinned:
-                message += f", of which registered prefixes take {pinned}"
         self._roster.finish(group, "error", message)
+        pinned = slots - self._allocator.usage({}).free if not self._roster.running else 0
+        if pinned:  # nobody runs, and still it is in use
+            for seq in members:
+                seq.stop_reason = f"{message}, of which registered prefixes take {pinned}"

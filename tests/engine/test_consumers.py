@@ -80,6 +80,22 @@ def test_threads_share_an_engine(llm: LLM) -> None:
     assert results == {index: alone[index % 2] for index in range(6)}
 
 
+def test_a_stream_dropped_in_the_middle_of_a_step_ends_behind_it(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As when the garbage collector finds it there."""
+    streams = [llm.stream(A, PARAMS), llm.stream(B, PARAMS)]
+    next(streams[0])
+    execute = llm.engine.runner.execute
+
+    def collecting(*args: Any) -> Any:
+        streams[0].close()
+        return execute(*args)
+
+    monkeypatch.setattr(llm.engine.runner, "execute", collecting)
+    assert len(list(streams[1])) > 1
+    assert not llm.engine.has_unfinished()
+    assert llm.engine.stats().usage.free == llm.engine.pool_info.num_slots
+
+
 def test_a_step_cut_short_leaves_an_engine_that_says_so(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
     def impatient(*args: Any) -> Any:
         signal.raise_signal(signal.SIGINT)

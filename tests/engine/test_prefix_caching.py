@@ -233,14 +233,19 @@ def test_prefixes_may_overlap(runs: Runs) -> None:
 
 def test_prefixes_that_share_nothing_or_fit_nowhere(runs: Runs) -> None:
     llm = make_llm(runs, num_blocks=8)
-    with pytest.warns(
-        UserWarning, match=r"the prefix of 3 tokens is shorter than a block of 4: nothing of it is shared"
-    ):
-        short = llm.register_prefix({"prompt_token_ids": [1, 2, 3]})
-    assert short.num_blocks == 0
-    llm.unregister_prefix(short)
-    for length, message in ((40, "the whole pool holds 32"), (300, "max_model_len=256 allows at most 255")):
-        with pytest.raises(RequestTooLong, match=message):
+    for register in (llm.register_prefix, llm.engine.register_prefix):
+        with pytest.warns(
+            UserWarning, match=r"^the prefix of 3 tokens is shorter than a block of 4: nothing of"
+        ) as seen:
+            short = register({"prompt_token_ids": [1, 2, 3]})
+        assert short.num_blocks == 0 and seen[0].filename == __file__
+        llm.unregister_prefix(short)
+    for length in (33, 40, 300):
+        with pytest.raises(
+            RequestTooLong,
+            match=rf"^the prefix has {length} tokens, but max_model_len=256 and the whole pool of 8 blocks of 4 tokens "
+            "allow at most 32$",
+        ):
             llm.register_prefix({"prompt_token_ids": runs.prompts(length)[0]})
     with pytest.raises(InvalidRequest, match="the prompt is empty"):
         llm.register_prefix({"prompt_token_ids": []})
@@ -253,6 +258,19 @@ def test_what_a_registered_prefix_leaves_is_said_when_it_is_too_little(runs: Run
     (output,) = llm.generate({"prompt_token_ids": runs.prompts(12, seed=5)[0]}, GREEDY, progress=False)
     assert output.outputs[0].finish_reason == "error"
     assert "of which registered prefixes take 24" in str(output.outputs[0].stop_reason)
+    growing = SamplingParams(max_tokens=20, ignore_eos=True)
+    (output,) = llm.generate({"prompt_token_ids": [5, 6, 7]}, growing, progress=False)
+    assert len(output.outputs[0].token_ids) == 6
+    assert "of which registered prefixes take 24" in str(output.outputs[0].stop_reason)
+
+
+def test_names_of_prefixes_and_of_users_do_not_collide(runs: Runs) -> None:
+    engine = runs.engine()
+    engine.add_request({"prompt_token_ids": [1, 2]}, GREEDY, request_id="prefix-1")
+    prefixes = [engine.register_prefix({"prompt_token_ids": [1, 2, 3, 4, number]}) for number in range(3)]
+    assert len({prefix.name for prefix in prefixes} | {"prefix-1"}) == 4
+    for prefix in prefixes:
+        engine.unregister_prefix(prefix)
 
 
 def test_the_block_map_says_who_holds_what(runs: Runs) -> None:

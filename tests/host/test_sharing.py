@@ -298,3 +298,21 @@ def test_the_last_token_ends_every_beam():
     candidates = [BeamCandidate(0, 3, -1.0), BeamCandidate(0, 4, -1.5), BeamCandidate(0, 5, -2.0)]
     assert search.advance(candidates, [[]]) == []
     assert search.hypotheses == [Hypothesis(-1.0, -1.0, (3,), "length"), Hypothesis(-1.5, -1.5, (4,), "length")]
+
+
+@pytest.mark.parametrize("beam", [None, BeamSearchParams(beam_width=2)])
+def test_nobody_is_admitted_behind_a_group_that_has_not_computed_all_its_prompts(beam):
+    """Whole prompts: what is left of a step may be too little for the next sample, and enough for somebody else."""
+    shape = {"max_num_seqs": 8, "max_num_batched_tokens": 16, "max_model_len": 16, "enable_chunked_prefill": False}
+    pipeline = Pipeline(make_scheduler(16, 4, **shape), depth=0)
+    scheduler = pipeline.scheduler
+    pipeline.add(make_request(0, 2, max_tokens=14, n=1 if beam else 2, beam=beam))
+    for _ in range(10):
+        pipeline.step()
+    scheduler.roster.preempt(scheduler.roster.running[0])
+    for number in range(1, 5):
+        pipeline.add(make_request(number, 1))
+    pipeline.step()
+    assert [group.request.request_id for group in scheduler.roster.running] == ["r0"]
+    pipeline.run_to_end()
+    assert scheduler.usage().free == 64
