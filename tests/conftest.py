@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import gc
 import json
 import os
 import signal
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import hypothesis
+import jax
 import pytest
 
 from pagedjax.errors import DownloadError
@@ -31,6 +34,22 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 # a shared machine is slow at times, which says nothing about the code
 hypothesis.settings.register_profile("pagedjax", deadline=None)
 hypothesis.settings.load_profile("pagedjax")
+
+
+MAPS = Path("/proc/self/maps")
+MANY_MAPS = 15_000
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_programs() -> Iterator[None]:
+    """Forgets compiled programs behind a file of tests, if they are many.
+
+    Each takes dozens of memory mappings, of which Linux allows a process 65,530; beyond them XLA crashes.
+    """
+    yield
+    if MAPS.exists() and MAPS.read_bytes().count(b"\n") > MANY_MAPS:
+        jax.clear_caches()
+        gc.collect()
 
 
 def _skip_without_network(error: DownloadError) -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from engine_harness import TINY, Runs
+from engine_harness import TINY, Runs, forget_programs
 
 from pagedjax.device.compilation_cache import use_compilation_cache
 from pagedjax.models.llama import init_params
@@ -23,6 +24,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 def compilation_cache() -> None:
     """Engines of the same shapes compile once a machine, not once a test."""
     use_compilation_cache()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def few_shared_programs(few_programs: None) -> Iterator[None]:
+    """Engines share programs within a file of tests."""
+    yield
+    forget_programs()
 
 
 @pytest.fixture(scope="session")

@@ -26,17 +26,23 @@ TINY = ModelConfig(
 )
 
 
-class Shared:
-    """Makes engines of one model that share their compiled programs, where those would be the same."""
+_PROGRAMS: dict[tuple[object, ...], dict[str, Any]] = {}
 
-    def __init__(self) -> None:
-        self._programs: dict[tuple[object, ...], dict[str, Any]] = {}
+
+def forget_programs() -> None:
+    """Lets go of what `Shared` keeps."""
+    for programs in _PROGRAMS.values():
+        programs.clear()
+
+
+class Shared:
+    """Makes engines that share their compiled programs, where those would be the same."""
 
     def engine(self, model: LoadedModel, config: EngineConfig) -> Engine:
         engine = Engine(model, config, progress=False)
         info, programs = engine.pool_info, engine.runner.programs
         shapes = (info.num_blocks, info.layout, config.dtype, config.max_num_seqs, engine.max_model_len)
-        programs._compiled = self._programs.setdefault((model.config, programs.backend, *shapes), {})
+        programs._compiled = _PROGRAMS.setdefault((model.config, programs.backend, *shapes), {})
         return engine
 
 
