@@ -93,13 +93,10 @@ def make(**config: Any) -> Engine:
     return SHARED.engine(model_of(3), EngineConfig(**{**defaults, **config}))
 
 
-@pytest.mark.parametrize(
-    "seeds", [range(0, 60), pytest.param(range(60, 200), marks=pytest.mark.exhaustive)], ids=["some", "rest"]
-)
-def test_sequences_and_scores_are_those_of_transformers(seeds: range) -> None:
+def test_sequences_and_scores_are_those_of_transformers() -> None:
     pytest.importorskip("torch", reason="the comparison runs transformers, which needs torch")
     engine, num_ended = make(), 0
-    for seed in seeds:
+    for seed in range(200):
         rng = np.random.default_rng(seed)
         params = BeamSearchParams(
             beam_width=int(rng.integers(2, 9)),
