@@ -6,6 +6,7 @@ and the memory are known. Standard library only: `pagedjax.host` imports this mo
 
 from __future__ import annotations
 
+import secrets
 from dataclasses import dataclass
 
 from pagedjax.errors import ConfigError
@@ -271,6 +272,17 @@ class EngineConfig:
         CacheConfig(self.block_size, self.num_blocks or 1, self.watermark)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require_int(name, getattr(self, name), 1)
+
+    def cache_config(self, num_blocks: int) -> CacheConfig:
+        """The paged cache of a pool of that many blocks; draws the hashes' seed if none is given."""
+        seed = secrets.randbits(64) if self.prefix_hash_seed is None else self.prefix_hash_seed
+        return CacheConfig(self.block_size, num_blocks, self.watermark, self.enable_prefix_caching, seed)
+
+    def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
+        """What a step may hold, for sequences of that many tokens."""
+        return SchedulerConfig(
+            self.max_num_seqs, self.max_num_batched_tokens, max_model_len, self.enable_chunked_prefill
+        )
 
     @property
     def pool_dtype(self) -> str:

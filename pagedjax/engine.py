@@ -7,8 +7,6 @@ read back one step late. Sampled tokens do not leave the device to become the ne
 from __future__ import annotations
 
 import contextlib
-import secrets
-import sys
 import threading
 import time
 from collections import deque
@@ -19,13 +17,13 @@ from typing import Any
 
 import jax
 
-from pagedjax.config import CacheConfig, EngineConfig, SchedulerConfig
+from pagedjax.config import EngineConfig
 from pagedjax.device.backend import choose_backend
 from pagedjax.device.kv_pool import PoolInfo, plan_pool
 from pagedjax.device.memory import free_memory
 from pagedjax.device.programs import num_compilations
 from pagedjax.device.runner import InFlight, PromptRows, Runner, StepOutput
-from pagedjax.errors import ConfigError, EngineDead, InvalidRequest, PagedJaxError, RequestTooLong, UnknownRequest
+from pagedjax.errors import ConfigError, EngineDead, InvalidRequest, PagedJaxError, UnknownRequest
 from pagedjax.host.allocator import PagedAllocator
 from pagedjax.host.block_map import block_map
 from pagedjax.host.plan import StepPlan
@@ -33,9 +31,8 @@ from pagedjax.host.scheduler import Scheduler
 from pagedjax.intake import Intake, check_config, check_id, resolve_max_model_len
 from pagedjax.interrupt import interrupts_deferred
 from pagedjax.models.loader import LoadedModel
-from pagedjax.models.progress import bar
 from pagedjax.output import RequestTracker
-from pagedjax.prefixes import PREFIX_PARAMS, RegisteredPrefix, warn_shares_nothing
+from pagedjax.prefixes import PREFIX_PARAMS, RegisteredPrefix, check_prefix_len, warn_shares_nothing
 from pagedjax.prompt import Prompt
 from pagedjax.request import BeamSearchParams, Request, RequestOutput, SamplingParams, Sequence
 from pagedjax.scalars import shown
@@ -63,27 +60,13 @@ class Engine:
         self.tokenizer = model.tokenizer
         self.source = model.source
         self.max_model_len = resolve_max_model_len(self.config, model.config)
-        scheduler_config = SchedulerConfig(
-            max_num_seqs=self.config.max_num_seqs,
-            max_num_batched_tokens=self.config.max_num_batched_tokens,
-            max_model_len=self.max_model_len,
-            enable_chunked_prefill=self.config.enable_chunked_prefill,
-        )
         device = next(iter(jax.tree.leaves(self.params)[0].devices()))
         backend, _ = choose_backend(self.config, model.config)
         self.pool_info: PoolInfo = plan_pool(
             self.config, model.config, self.max_model_len, free_memory(device), backend.name
         )
-        seed = self.config.prefix_hash_seed
-        cache = CacheConfig(
-            self.config.block_size,
-            self.pool_info.num_blocks,
-            self.config.watermark,
-            self.config.enable_prefix_caching,
-            secrets.randbits(64) if seed is None else seed,
-        )
-        self.allocator = PagedAllocator(cache)
-        self.scheduler = Scheduler(scheduler_config, self.allocator)
+        self.allocator = PagedAllocator(self.config.cache_config(self.pool_info.num_blocks))
+        self.scheduler = Scheduler(self.config.scheduler_config(self.max_model_len), self.allocator)
         self.runner = Runner(model.config, self.config, self.params, self.pool_info, self.max_model_len, backend)
         self.runner.programs.progress = progress
         self._trackers: dict[str, RequestTracker] = {}
@@ -416,15 +399,9 @@ class Engine:
             PagedJaxError: it could not be computed.
         """
         request = self._intake.read(prefix, PREFIX_PARAMS, None, cache_salt)
-        size = self.config.block_size
-        token_ids = request.prompt_token_ids
+        size, token_ids = self.config.block_size, request.prompt_token_ids
+        check_prefix_len(len(token_ids), self.max_model_len, self.pool_info)
         num_blocks = len(token_ids) // size
-        limit = min(self.max_model_len - 1, self.pool_info.num_slots)
-        if len(token_ids) > limit:
-            raise RequestTooLong(
-                f"the prefix has {len(token_ids)} tokens, but max_model_len={self.max_model_len} and the whole pool of "
-                f"{self.pool_info.num_blocks} blocks of {size} tokens allow at most {limit}"
-            )
         with self._lock:
             numbers = count(self._num_requests)
             names = (f"prefix-{number}" for number in numbers)
@@ -494,19 +471,7 @@ class Engine:
         Returns:
             {program: seconds} of what was compiled now; what was there already is not in it.
         """
-        programs, calls = self.runner.programs, self.runner.program_calls()
-        before, announced = set(programs.seconds), programs.progress
-        programs.progress = progress and not sys.stderr.isatty()  # there, the bar says it
-        try:
-            for compile_one in bar(calls, "compiling", progress, unit="program"):
-                compile_one()
-        finally:
-            programs.progress = announced
-        compiled = {name: seconds for name, seconds in programs.seconds.items() if name not in before}
-        if progress and compiled:
-            listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in compiled.items())
-            print(f"compiled {len(compiled)} programs in {sum(compiled.values()):.0f} s: {listed}", file=sys.stderr)
-        return compiled
+        return self.runner.warmup(progress)
 
     def compiled(self) -> dict[str, jax.stages.Compiled]:
         """The compiled programs by name, for `memory_analysis()` and the like."""

@@ -6,6 +6,8 @@ import sys
 import warnings
 from dataclasses import dataclass
 
+from pagedjax.device.kv_pool import PoolInfo
+from pagedjax.errors import RequestTooLong
 from pagedjax.params import SamplingParams
 
 PREFIX_PARAMS = SamplingParams(max_tokens=1, temperature=0.0, ignore_eos=True)
@@ -28,6 +30,16 @@ class RegisteredPrefix:
     num_tokens: int
     num_blocks: int
     cache_salt: str | None
+
+
+def check_prefix_len(num_tokens: int, max_model_len: int, pool: PoolInfo) -> None:
+    """Raises RequestTooLong for a prefix that the model or the pool could not hold."""
+    limit = min(max_model_len - 1, pool.num_slots)
+    if num_tokens > limit:
+        raise RequestTooLong(
+            f"the prefix has {num_tokens} tokens, but max_model_len={max_model_len} and the whole pool of "
+            f"{pool.num_blocks} blocks of {pool.block_size} tokens allow at most {limit}"
+        )
 
 
 def warn_shares_nothing(num_tokens: int, block_size: int) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -28,6 +29,7 @@ from pagedjax.device.slots import SlotTable, bias_row, count_row
 from pagedjax.host.beam import BeamCandidate
 from pagedjax.host.plan import ScheduledBeams, StepPlan, StepResult
 from pagedjax.models.llama import AttentionBackend, Params, head_kernel
+from pagedjax.models.progress import bar
 from pagedjax.request import Sequence as TokenSequence
 
 _NOT_FINITE = "the logits hold NaN or infinity"
@@ -136,6 +138,22 @@ class Runner:
         calls += [partial(programs.copy_blocks, size) for size in self._copy_buckets[::-1]]
         calls += [partial(programs.prompt_logprobs, num_rows), programs.set_token_counts, programs.set_logit_bias]
         return calls
+
+    def warmup(self, progress: bool) -> dict[str, float]:
+        """See `Engine.warmup`."""
+        programs, calls = self.programs, self.program_calls()
+        before, announced = set(programs.seconds), programs.progress
+        programs.progress = progress and not sys.stderr.isatty()  # there, the bar says it
+        try:
+            for compile_one in bar(calls, "compiling", progress, unit="program"):
+                compile_one()
+        finally:
+            programs.progress = announced
+        compiled = {name: seconds for name, seconds in programs.seconds.items() if name not in before}
+        if progress and compiled:
+            listed = ", ".join(f"{name} {seconds:.1f} s" for name, seconds in compiled.items())
+            print(f"compiled {len(compiled)} programs in {sum(compiled.values()):.0f} s: {listed}", file=sys.stderr)
+        return compiled
 
     def execute(
         self, plan: StepPlan, sequences: Mapping[int, TokenSequence], prompt_rows: Sequence[PromptRows] = ()
