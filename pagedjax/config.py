@@ -41,6 +41,12 @@ def _require_seed(name: str, value: object, bits: int) -> None:
     require(is_int(value, 0) and value < 2**bits, name, value, f"an integer in [0, 2**{bits})")  # type: ignore[operator]
 
 
+def _require_policy(name: object) -> None:
+    from pagedjax.host.preemption import policy_names  # which imports this module
+
+    require(name in policy_names(), "preemption", name, f"one of {', '.join(policy_names())}")
+
+
 def _require_positive(name: str, value: object) -> None:
     require(is_number(value) and value > 0, name, value, "a positive number")  # type: ignore[operator]
 
@@ -129,6 +135,7 @@ class CacheConfig:
         watermark: part of the blocks that admission keeps free (paper section 4.5 and its artifact: 1 %).
         enable_prefix_caching: keep and find again the full blocks of everything computed.
         prefix_hash_seed: of the digests by which blocks are found.
+        num_host_blocks: blocks of the swap space in the host's memory.
     """
 
     block_size: int
@@ -136,6 +143,7 @@ class CacheConfig:
     watermark: float = 0.01
     enable_prefix_caching: bool = False
     prefix_hash_seed: int = 0
+    num_host_blocks: int = 0
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -151,6 +159,7 @@ class CacheConfig:
         caching = self.enable_prefix_caching
         require(isinstance(caching, bool), "enable_prefix_caching", caching, "True or False")
         _require_seed("prefix_hash_seed", self.prefix_hash_seed, 64)
+        _require_int("num_host_blocks", self.num_host_blocks, 0)
 
     @property
     def watermark_blocks(self) -> int:
@@ -172,15 +181,18 @@ class SchedulerConfig:
         max_num_batched_tokens: tokens computed in one step, prefill and decode together.
         max_model_len: tokens, prompt and output together, that a sequence may reach.
         enable_chunked_prefill: False computes every prompt whole, in one step.
+        preemption: a policy of `pagedjax.host.preemption`.
     """
 
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
     max_model_len: int = 2048
     enable_chunked_prefill: bool = True
+    preemption: str = "auto"
 
     def __post_init__(self) -> None:
         make_plain(self)
+        _require_policy(self.preemption)
         chunked = self.enable_chunked_prefill
         require(isinstance(chunked, bool), "enable_chunked_prefill", chunked, "True or False")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):

@@ -29,10 +29,11 @@ __all__ = [
 
 
 class SequenceStatus(Enum):
-    """Where a sequence is. Swapped-out sequences will be a further state beside these."""
+    """Where a sequence is: one that is swapped has its blocks in the host's memory."""
 
     WAITING = "waiting"
     RUNNING = "running"
+    SWAPPED = "swapped"
     FINISHED = "finished"
 
 

@@ -11,9 +11,10 @@ from typing import Any, NamedTuple
 from pagedjax.config import CacheConfig
 from pagedjax.errors import InvariantError, OutOfBlocks, SnapshotError
 from pagedjax.host.block_pool import BlockPool
-from pagedjax.host.block_table import BlockTable, Growth, num_blocks_for
+from pagedjax.host.block_table import BlockTable, Growth, check_tables, dump_tables, load_tables, num_blocks_for
 from pagedjax.host.prefix import BlockHash, extend_chain, root_hash
 from pagedjax.host.protocol import Admission, KVAllocator, KVUsage
+from pagedjax.host.swap_space import Moves, SwapSpace
 from pagedjax.request import Sequence
 
 __all__ = ["Admission", "KVAllocator", "KVUsage", "PagedAllocator", "PrefixStats"]
@@ -62,6 +63,7 @@ class PagedAllocator:
 
     Attributes:
         pool: the physical blocks.
+        swap_space: those in the host's memory, and who is there.
         prefix_stats: of the prefix cache.
     """
 
@@ -70,6 +72,7 @@ class PagedAllocator:
         self.num_blocks = config.num_blocks
         self.caches_prefixes = config.enable_prefix_caching
         self.pool = BlockPool(config.num_blocks)
+        self.swap_space = SwapSpace(config.num_host_blocks, config.block_size)
         self.prefix_stats = PrefixStats()
         self._config = config
         self._watermark = config.watermark_blocks
@@ -193,20 +196,70 @@ class PagedAllocator:
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """Gives `child` a table of its own over the same blocks."""
-        self._tables[child.seq_id] = self._synced(parent).fork()
+        self._home(parent)[child.seq_id] = self._synced(parent).fork()
         child.hashes = list(parent.hashes)
         child.num_sealed = parent.num_sealed
 
     def _synced(self, sequence: Sequence) -> BlockTable:
         """A sequence's table, told how far it is filled: most decodes need no growth and do not come by here."""
-        table = self._tables[sequence.seq_id]
+        table = self._home(sequence)[sequence.seq_id]
         table.num_tokens = max(table.num_tokens, sequence.num_computed)
         return table
 
+    def _home(self, sequence: Sequence) -> dict[int, BlockTable]:
+        """Where the sequence's table is: among those of the device's pool or those of the swap space."""
+        return self._tables if sequence.seq_id in self._tables else self.swap_space.tables
+
     def free(self, sequence: Sequence) -> None:
-        """Gives all blocks of the sequence back."""
-        self._tables.pop(sequence.seq_id).free()
+        """Gives all blocks of the sequence back, wherever they are."""
+        self._home(sequence).pop(sequence.seq_id).free()
         sequence.num_sealed = 0
+
+    def reset(self) -> None:
+        """Forgets all blocks and whatever they hold, registered prefixes too; the counters go on."""
+        stats, evictions = self.prefix_stats, self.pool.num_evictions
+        vars(self).update(vars(PagedAllocator(self._config)))
+        self.prefix_stats, self.pool.num_evictions = stats, evictions
+
+    # ------------------------------------------------------------------ swapping
+
+    def swap_out(self, sequences: List[Sequence]) -> Moves:
+        """Gives the blocks of a group's sequences up, for as many in the swap space; shared ones once.
+
+        Returns:
+            (device block, host block): what must be copied before anything is written.
+
+        Raises:
+            OutOfBlocks: if the swap space has too few free ones.
+        """
+        tables = {seq.seq_id: self._synced(seq) for seq in sequences}
+        moves = self.swap_space.take(tables, {seq.seq_id: seq.num_computed for seq in sequences}, self.pool)
+        for seq_id in tables:
+            del self._tables[seq_id]
+        return moves
+
+    def swap_in(self, sequences: List[Sequence], *, alone: bool) -> Moves:
+        """Brings a group's sequences back; unless `alone`, leaves a block for each and the watermark free.
+
+        Returns:
+            (host block, device block): what must be copied before anything is read.
+
+        Raises:
+            OutOfBlocks: if there are too few free blocks.
+        """
+        num_kept = 0 if alone else self._watermark + len(sequences)
+        computed = {seq.seq_id: seq.num_computed for seq in sequences}
+        tables, moves = self.swap_space.give_back(list(computed), computed, self.pool, num_kept)
+        self._tables |= tables
+        for seq in sequences:
+            num_sealed, seq.num_sealed = seq.num_sealed, 0
+            if self.caches_prefixes:
+                self._seal(seq, num_sealed)
+        return moves
+
+    def swapped_ids(self) -> list[int]:
+        """Sequences that are swapped out, in the order in which they were."""
+        return list(self.swap_space.tables)
 
     # ------------------------------------------------------------------ prefixes
 
@@ -301,7 +354,8 @@ class PagedAllocator:
             "kind": "paged",
             "block_size": self.block_size,
             "pool": self.pool.snapshot(),
-            "tables": [[seq_id, table.num_tokens, list(table.blocks)] for seq_id, table in self._tables.items()],
+            "tables": dump_tables(self._tables),
+            "swap_space": self.swap_space.snapshot(),
             "pins": [[name, list(blocks)] for name, blocks in self._pins.items()],
             "prefix_stats": [stats.queries, stats.query_tokens, stats.hits, stats.hit_tokens],
         }
@@ -318,9 +372,8 @@ class PagedAllocator:
                 raise SnapshotError(f"snapshot of {given}, but this allocator is {('paged', self.block_size)}")
             candidate = PagedAllocator(self._config)
             candidate.pool.restore(data["pool"])
-            for seq_id, num_tokens, blocks in data["tables"]:
-                table = candidate._tables[int(seq_id)] = BlockTable(candidate.pool, self.block_size)
-                table.blocks, table.num_tokens = [int(block) for block in blocks], int(num_tokens)
+            candidate._tables = load_tables(data["tables"], candidate.pool, self.block_size)
+            candidate.swap_space.load(data["swap_space"])
             candidate._pins = {str(name): [int(block) for block in blocks] for name, blocks in data["pins"]}
             candidate.prefix_stats = PrefixStats(*(int(count) for count in data["prefix_stats"]))
             candidate.check_invariants()
@@ -332,24 +385,12 @@ class PagedAllocator:
 
     def check_invariants(self) -> None:
         """Raises InvariantError unless every reference is a table's or a pin's, and tables just hold their tokens."""
-        self.pool.check_invariants()
-        references = [0] * (self.num_blocks + 1)
-        for seq_id, table in self._tables.items():
-            if table.num_tokens < 1 or num_blocks_for(table.num_tokens, self.block_size) != len(table.blocks):
-                raise InvariantError(f"sequence {seq_id}: {len(table.blocks)} blocks for {table.num_tokens} tokens")
-            for block in table.blocks:
-                if not self.pool.ref_count(block):
-                    raise InvariantError(f"sequence {seq_id} holds block {block}, which is free")
-                references[block] += 1
+        self.swap_space.check_invariants()
         for name, blocks in self._pins.items():
             for block in blocks:
                 if self.pool.hash_of(block) is None:
                     raise InvariantError(f"prefix {name!r} pins block {block}, which is not sealed")
-                references[block] += 1
-        for block in range(1, self.num_blocks + 1):
-            found, counted = references[block], self.pool.ref_count(block)
-            if found != counted:
-                raise InvariantError(f"block {block} is in {found} tables and pins, but counts {counted} references")
+        check_tables(self._tables, self.pool, self.block_size, [b for blocks in self._pins.values() for b in blocks])
 
 
 def _kinship(sequences: List[Sequence], size: int) -> list[_Kin]:

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
+from collections import Counter
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
+from pagedjax.errors import InvariantError
 from pagedjax.host.block_pool import BlockPool
 
 
@@ -82,6 +85,12 @@ class BlockTable:
         self._pool.share(child.blocks)
         return child
 
+    def moved_to(self, pool: BlockPool, blocks: list[int]) -> BlockTable:
+        """A table of as many tokens over blocks of another pool, whose references the caller counts."""
+        table = BlockTable(pool, self._block_size)
+        table.blocks, table.num_tokens = blocks, self.num_tokens
+        return table
+
     def slots(self, start: int, n: int) -> list[int]:
         """Slots (`block * block_size + offset`) of the tokens at positions `start` to `start + n - 1`.
 
@@ -101,3 +110,41 @@ class BlockTable:
         self._pool.release(reversed(self.blocks))
         self.blocks = []
         self.num_tokens = 0
+
+
+Tables = dict[int, BlockTable]
+"""By sequence."""
+
+
+def dump_tables(tables: Tables) -> list[list[Any]]:
+    """Tables as plain data."""
+    return [[seq_id, table.num_tokens, list(table.blocks)] for seq_id, table in tables.items()]
+
+
+def load_tables(data: Any, pool: BlockPool, block_size: int) -> Tables:
+    """Inverse of `dump_tables`; references are not counted."""
+    tables: Tables = {}
+    for seq_id, num_tokens, blocks in data:
+        table = tables[int(seq_id)] = BlockTable(pool, block_size)
+        table.blocks, table.num_tokens = [int(block) for block in blocks], int(num_tokens)
+    return tables
+
+
+def check_tables(tables: Tables, pool: BlockPool, block_size: int, pinned: Iterable[int] = ()) -> None:
+    """Raises InvariantError unless the references to a pool's blocks are these tables' and `pinned`.
+
+    And unless each table just holds its tokens.
+    """
+    pool.check_invariants()
+    references = Counter(pinned)
+    for seq_id, table in tables.items():
+        if table.num_tokens < 1 or num_blocks_for(table.num_tokens, block_size) != len(table.blocks):
+            raise InvariantError(f"sequence {seq_id}: {len(table.blocks)} blocks for {table.num_tokens} tokens")
+        references.update(table.blocks)
+        for block in table.blocks:
+            if not pool.ref_count(block):
+                raise InvariantError(f"sequence {seq_id} holds block {block}, which is free")
+    for block in range(1, pool.num_blocks + 1):
+        found, counted = references[block], pool.ref_count(block)
+        if found != counted:
+            raise InvariantError(f"block {block} is in {found} tables and pins, but counts {counted} references")

@@ -28,24 +28,35 @@ def check_scheduler(scheduler: Scheduler) -> None:
     for group in scheduler.roster.running:
         for seq in group.unfinished:
             _check_running(scheduler, group, seq)
-    for group in scheduler.roster.waiting:
-        _require(not group.spare_slots, f"waiting request {group.request.request_id!r} keeps slots")
+    for group in [*scheduler.roster.waiting, *scheduler.roster.swapped]:
+        _require(not group.spare_slots, f"request {group.request.request_id!r} keeps slots, but does not run")
         for seq in group.unfinished:
-            _check_waiting(seq)
+            _check_waiting(seq) if seq.status is SequenceStatus.WAITING else _check_swapped(seq)
+    for queue, status in (
+        (scheduler.roster.waiting, SequenceStatus.WAITING),
+        (scheduler.roster.running, SequenceStatus.RUNNING),
+        (scheduler.roster.swapped, SequenceStatus.SWAPPED),
+    ):
+        for group in queue:
+            _require(group.unfinished[0].status is status, f"{group.request.request_id!r} is not {status.value}")
 
 
 def _check_queues(scheduler: Scheduler) -> None:
-    """Every unfinished request runs or waits, in order of arrival, and just those that run hold memory."""
-    for name, group in scheduler.roster.groups.items():
+    """Every unfinished request runs, waits or is swapped, in order of arrival, and holds memory accordingly."""
+    roster = scheduler.roster
+    for name, group in roster.groups.items():
         _require(bool(group.unfinished) and group.request.request_id == name, f"request {name!r} has no sequences")
-    running = [group.request.request_id for group in scheduler.roster.running]
-    waiting = [group.request.request_id for group in scheduler.roster.waiting]
+    queues = (roster.running, roster.swapped, roster.waiting)
+    running, swapped, waiting = ([group.request.request_id for group in queue] for queue in queues)
+    listed = f"running {running}, swapped {swapped} and waiting {waiting}"
     _require(
-        sorted(running + waiting) == sorted(scheduler.roster.groups),
-        f"running {running} and waiting {waiting} are not {list(scheduler.roster.groups)}, once each",
+        sorted(running + swapped + waiting) == sorted(roster.groups),
+        f"{listed} are not {list(roster.groups)}, once each",
     )
-    arrivals = [group.arrival for group in [*scheduler.roster.running, *scheduler.roster.waiting]]
-    _require(arrivals == sorted(arrivals), f"running {running} and waiting {waiting} are not in order of arrival")
+    for queue in queues:
+        order = [group.arrival for group in queue]
+        _require(order == sorted(order), f"{listed} are not in order of arrival")
+    arrivals = [group.arrival for queue in queues for group in queue]
     _require(not arrivals or max(arrivals) < scheduler.roster.num_arrivals, "a request is waiting that was never added")
     _require(scheduler.roster.next_index.keys() <= set(arrivals), "a family of forks has no member left")
     known = sorted(seq.seq_id for group in scheduler.roster.groups.values() for seq in group.unfinished)
@@ -53,9 +64,12 @@ def _check_queues(scheduler: Scheduler) -> None:
         known == sorted(scheduler.roster.sequences), f"sequences {known} are not {sorted(scheduler.roster.sequences)}"
     )
     _require(not known or known[-1] < scheduler.roster.next_seq_id, f"sequence {known[-1:]} was never added")
-    holders = sorted(scheduler.allocator.seq_ids())
-    members = sorted(seq.seq_id for group in scheduler.roster.running for seq in group.unfinished)
-    _require(holders == members, f"sequences {holders} hold memory, but {members} run")
+    for where, holders, queue in (
+        ("the pool", scheduler.allocator.seq_ids(), roster.running),
+        ("the swap space", scheduler.allocator.swapped_ids(), roster.swapped),
+    ):
+        members = sorted(seq.seq_id for group in queue for seq in group.unfinished)
+        _require(sorted(holders) == members, f"sequences {sorted(holders)} are in {where}, but {members} should be")
     unfinished = sum(
         seq.num_computed < seq.request.max_len - 1 for group in scheduler.roster.running for seq in group.unfinished
     )
@@ -127,6 +141,14 @@ def _check_running(scheduler: Scheduler, group: SequenceGroup, seq: Sequence) ->
         limit = min(seq.capacity, seq.request.max_len - 1)
         _require(seq.decode_until in (limit, seq.num_computed), f"{name} decodes until {seq.decode_until}, not {limit}")
         _require(known == seq.num_computed + 1, f"{name} has {known} tokens, {seq.num_computed} of them computed")
+
+
+def _check_swapped(seq: Sequence) -> None:
+    name = f"swapped sequence {seq.seq_id}"
+    _require(not (seq.slot or seq.decode_until or seq.fresh), f"{name} still runs")
+    _require(0 < seq.prefill_len <= seq.capacity, f"{name} was never admitted")
+    known = len(seq.token_ids) + seq.num_pending
+    _require(seq.num_computed <= min(seq.capacity, known), f"{name} has {seq.num_computed} of {known} tokens")
 
 
 def _check_waiting(seq: Sequence) -> None:

@@ -58,14 +58,19 @@ class ScheduledBeams(NamedTuple):
 
 
 class StepPlan(NamedTuple):
-    """One step. Without chunks it only reports `preempted` and `failed`: there is nothing to run, nothing to answer.
+    """One step. Without chunks there is no result to give: it reports `preempted` and `failed`, and may swap blocks.
+
+    Blocks are moved before anything else happens, the ones swapped out first; then `copies` are made, in their order;
+    then chunks are written and read.
 
     Attributes:
         step: counts the plans made, from 0.
         chunks: at most `max_num_seqs`, of `num_tokens` tokens together.
-        copies: (source, destination) blocks, to be copied before anything is written; no block is both.
+        copies: (source, destination) blocks of copy-on-write. A destination may have been the source of one before.
         beams: requests that search with beams in this step.
-        preempted: sequences that lost their blocks in this step and will be computed again.
+        swap_outs: (device block, host block).
+        swap_ins: (host block, device block); never in a step with `swap_outs`.
+        preempted: sequences that lost their blocks in this step: swapped out, or to be computed again.
         failed: sequences that ended in this step because they outgrew the whole pool.
     """
 
@@ -76,6 +81,8 @@ class StepPlan(NamedTuple):
     failed: tuple[int, ...] = ()
     copies: tuple[tuple[int, int], ...] = ()
     beams: tuple[ScheduledBeams, ...] = ()
+    swap_outs: tuple[tuple[int, int], ...] = ()
+    swap_ins: tuple[tuple[int, int], ...] = ()
 
 
 class StepResult(NamedTuple):

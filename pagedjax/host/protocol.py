@@ -7,6 +7,7 @@ from collections.abc import Sequence as List
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from pagedjax.host.block_table import Growth
+from pagedjax.host.swap_space import Moves
 from pagedjax.request import Sequence
 
 
@@ -105,8 +106,41 @@ class KVAllocator(Protocol):
         """Lets go of what `pin` kept."""
         ...
 
+    def reset_prefix_cache(self) -> None:
+        """Forgets what is cached. Raises BlocksInUse while anybody holds memory."""
+        ...
+
     def free(self, sequence: Sequence) -> None:
-        """Gives back all memory of an admitted sequence."""
+        """Gives back all memory of an admitted sequence, swapped out or not."""
+        ...
+
+    def swap_out(self, sequences: List[Sequence]) -> Moves:
+        """Moves the memory of a request's sequences to the host.
+
+        Returns:
+            (device block, host block) to be copied before anything is written.
+
+        Raises:
+            OutOfBlocks: if the swap space has too little, or there is none.
+        """
+        ...
+
+    def swap_in(self, sequences: List[Sequence], *, alone: bool) -> Moves:
+        """Moves it back, for all of a request's sequences that have not ended.
+
+        Args:
+            alone: nothing else runs, so nothing need be kept free.
+
+        Returns:
+            (host block, device block) to be copied before anything is read.
+
+        Raises:
+            OutOfBlocks: if there is too little.
+        """
+        ...
+
+    def reset(self) -> None:
+        """Forgets who holds what, and all contents."""
         ...
 
     def block_table(self, seq_id: int) -> list[int]:
@@ -114,7 +148,11 @@ class KVAllocator(Protocol):
         ...
 
     def seq_ids(self) -> list[int]:
-        """Sequences that hold memory, in the order in which they got it."""
+        """Sequences that hold memory on the device, in the order in which they got it."""
+        ...
+
+    def swapped_ids(self) -> list[int]:
+        """Sequences that are swapped out, in the order in which they were."""
         ...
 
     def usage(self, num_computed: Mapping[int, int]) -> KVUsage:

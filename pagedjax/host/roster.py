@@ -1,23 +1,29 @@
-"""Who waits, who runs, and in which slot: the requests of a scheduler, and how they come and go.
+"""Who waits, who runs, who is swapped out, and in which slot: the requests of a scheduler, and how they come and go.
 
-The order of arrival is kept everywhere: whoever runs arrived before whoever waits, because only the head of the queue
-is admitted and only the tail of the running ones is preempted. So both are kept sorted for nothing. The sequences of
-one request are a group, which is admitted and preempted as a whole.
+The order of arrival is kept everywhere. Without swapping whoever runs arrived before whoever waits, because only the
+head of the queue is admitted and only the latest of the running ones is preempted. But whoever is swapped out comes
+back before those that wait, though some of them, to be computed again, may have arrived before it. The sequences of one
+request are a group, which is admitted, preempted and swapped as a whole (paper section 4.5).
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import deque
 
 from pagedjax.config import SchedulerConfig
-from pagedjax.errors import OutOfSlots, UnknownRequest
+from pagedjax.errors import OutOfBlocks, OutOfSlots, UnknownRequest
 from pagedjax.host.beam import BeamSearch
 from pagedjax.host.block_table import num_blocks_for
+from pagedjax.host.preemption import load_policy
 from pagedjax.host.protocol import Admission, KVAllocator
+from pagedjax.host.swap_space import Moves
 from pagedjax.request import Request, Sequence, SequenceGroup, SequenceStatus
 
 _FINISHED = SequenceStatus.FINISHED
 _RUNNING = SequenceStatus.RUNNING
+_SWAPPED = SequenceStatus.SWAPPED
+_WAITING = SequenceStatus.WAITING
 
 
 class Roster:
@@ -27,7 +33,8 @@ class Roster:
         groups: all of them, by request id.
         sequences: those of theirs that have not ended, by id.
         waiting: requests that hold no memory, in order of arrival.
-        running: requests that do.
+        running: requests that do, in order of arrival.
+        swapped: requests whose memory is on the host, in order of arrival.
         free_slots: a stack; its top is at the end.
         next_index: of the next fork's sample, by arrival, where there are forks.
         num_arrivals: requests added so far; forks, which arrive with their parent, not counted.
@@ -41,6 +48,8 @@ class Roster:
         self.sequences: dict[int, Sequence] = {}
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []
+        self.swapped: list[SequenceGroup] = []
+        self._swaps = load_policy(config.preemption)
         self.free_slots = list(range(config.max_num_seqs, 0, -1))
         self.next_index: dict[int, int] = {}
         self.next_seq_id = 0
@@ -65,9 +74,13 @@ class Roster:
         return group
 
     def fork(self, family: SequenceGroup, parent: Sequence, request: Request) -> SequenceGroup:
-        """Puts a request behind its parent, with the parent's tokens: running if that decodes. Raises OutOfSlots."""
-        decoding = parent.status is _RUNNING and parent.num_computed >= parent.prefill_len
-        if decoding and not self.may_run(1):
+        """Puts a request behind its parent, with the parent's tokens, and its blocks if it has a next token to come.
+
+        Raises:
+            OutOfSlots: the parent runs, and no further sequence may.
+        """
+        computed = parent.status in (_RUNNING, _SWAPPED) and parent.num_computed >= parent.prefill_len
+        if computed and parent.status is _RUNNING and not self.may_run(1):
             raise OutOfSlots(
                 f"request {family.request.request_id!r} cannot be forked now: {self.num_running} sequences run, and "
                 f"max_num_seqs={self.config.max_num_seqs}, max_num_batched_tokens={self.config.max_num_batched_tokens} "
@@ -78,22 +91,23 @@ class Roster:
         child = self._new_sequence(request, index, parent.token_ids)
         group = SequenceGroup(request, [child], family.arrival, only=child)
         self.groups[request.request_id] = group
-        if decoding:
-            self._fork_running(parent, child, self.free_slots.pop())
+        if not computed:
+            self._enter(self.waiting, group)
+        elif parent.status is _RUNNING:
+            self._share(parent, child, self.free_slots.pop())
             parent.decode_until = child.decode_until = parent.num_computed
-            self.running.insert(self.running.index(family) + 1, group)
-        elif parent.status is _RUNNING:  # nobody behind it runs: its prompt takes all that is left of a step
-            self.waiting.appendleft(group)
+            self._enter(self.running, group)
         else:
-            self.waiting.insert(self.waiting.index(family) + 1, group)
+            self._share(parent, child, 0)
+            self._enter(self.swapped, group)
         return group
 
     def fork_beam(self, group: SequenceGroup, parent: Sequence) -> Sequence:
         """A further beam that goes on from `parent`."""
         child = self._new_sequence(parent.request, parent.index, parent.token_ids)
         child.num_preemptions = parent.num_preemptions
-        if parent.status is _RUNNING:
-            self._fork_running(parent, child, group.spare_slots.pop())
+        if parent.status is not _WAITING:
+            self._share(parent, child, group.spare_slots.pop() if parent.status is _RUNNING else 0)
         return child
 
     def _new_sequence(self, request: Request, index: int, token_ids: list[int] | tuple[int, ...]) -> Sequence:
@@ -102,11 +116,21 @@ class Roster:
         self.sequences[seq.seq_id] = seq
         return seq
 
-    def _fork_running(self, parent: Sequence, child: Sequence, slot: int) -> None:
+    def _share(self, parent: Sequence, child: Sequence, slot: int) -> None:
         self.allocator.fork(parent, child)
-        child.slot, child.status, child.fresh = slot, _RUNNING, True
+        child.slot, child.status, child.fresh = slot, parent.status, bool(slot)
         child.num_computed, child.prefill_len, child.capacity = parent.num_computed, parent.prefill_len, parent.capacity
         self.set_check_len(child)
+
+    def _enter(self, queue: deque[SequenceGroup] | list[SequenceGroup], group: SequenceGroup) -> None:
+        """Puts a group where it belongs by arrival, behind those that arrived with it."""
+        if not queue or queue[-1].arrival <= group.arrival:
+            queue.append(group)
+        else:
+            insort(queue, group, key=_arrival)
+
+    def _queue_of(self, status: SequenceStatus) -> deque[SequenceGroup] | list[SequenceGroup]:
+        return {_WAITING: self.waiting, _RUNNING: self.running, _SWAPPED: self.swapped}[status]
 
     # ------------------------------------------------------------------ running
 
@@ -154,7 +178,23 @@ class Roster:
             seq.capacity = num_blocks_for(seq.prefill_len, block_size) * block_size
             seq.num_computed, seq.num_cached, seq.leader_id = admission
         group.spare_slots = [self.free_slots.pop() for _ in range(num_slots - len(members))]
-        self.running.append(group)
+        self._enter(self.running, group)
+
+    def resume(self, group: SequenceGroup, num_slots: int) -> None:
+        """Lets the first of the swapped requests run on, whose memory is there again."""
+        assert self.swapped[0] is group, "only the first of the swapped requests may come back"
+        del self.swapped[0]
+        members = group.unfinished
+        for seq in members:
+            seq.slot, seq.status, seq.fresh = self.free_slots.pop(), _RUNNING, True
+            if group.beam is None and seq.num_computed >= seq.prefill_len:
+                seq.decode_until = seq.num_computed  # its next block is not there yet
+        group.spare_slots = [self.free_slots.pop() for _ in range(num_slots - len(members))]
+        self._enter(self.running, group)
+
+    def slots_for(self, group: SequenceGroup) -> int:
+        """Slots that a group keeps while it runs: a search keeps some for the beams to come."""
+        return len(group.unfinished) if group.beam is None else group.request.width
 
     def set_check_len(self, seq: Sequence) -> None:
         """Sets when a sequence's end is looked for next, and what it filled is sealed."""
@@ -165,25 +205,61 @@ class Roster:
 
     # ------------------------------------------------------------------ going
 
-    def preempt(self, group: SequenceGroup) -> list[int]:
-        """Takes the blocks and slots of the latest arrival; it goes to the head of the queue to be computed again.
+    def preempt(self, group: SequenceGroup) -> tuple[list[int], Moves]:
+        """Takes the blocks and slots of the latest arrival, which keeps its place in the order of arrival.
+
+        It is swapped out, if the policy says so, anything of it is computed and there is room; or it waits to be
+        computed again.
 
         Returns:
-            The ids of its sequences.
+            The ids of its sequences, and the blocks to be moved to the host.
         """
         assert self.running[-1] is group, "only the latest arrival may be preempted"
         self.running.pop()
         self.free_slots += group.spare_slots
         group.spare_slots = []
-        members = group.unfinished[::-1]
-        for seq in members:
-            self._release(seq, self.free_slots)
-            seq.status = SequenceStatus.WAITING
-            seq.num_computed = 0
+        members = group.unfinished
+        moves = self._try_to_swap(group, members)
+        for seq in members[::-1]:
+            self._give_slot_back(seq, self.free_slots)
             seq.num_preemptions += 1
+            if moves is None:
+                self._forget_memory(seq)
         self.num_preemptions += len(members)
-        self.waiting.appendleft(group)
-        return [seq.seq_id for seq in members]
+        self._enter(self.waiting if moves is None else self.swapped, group)
+        return [seq.seq_id for seq in members[::-1]], moves or []
+
+    def _try_to_swap(self, group: SequenceGroup, members: list[Sequence]) -> Moves | None:
+        """Swaps a group out, or says that it must be computed again."""
+        if not any(seq.num_computed for seq in members) or not self._swaps(group, self.allocator.block_size):
+            return None
+        try:
+            moves = self.allocator.swap_out(members)
+        except OutOfBlocks:
+            return None
+        for seq in members:
+            seq.status = _SWAPPED
+        return moves
+
+    def requeue_all(self) -> None:
+        """Lets every request wait to be computed again, from its tokens alone; the allocator has forgotten all."""
+        self.sequences.clear()
+        for queue in (self.running, self.swapped, self.waiting):
+            queue.clear()
+        for group in sorted(self.groups.values(), key=_arrival):
+            group.spare_slots = []
+            for seq in group.unfinished:
+                self.num_preemptions += seq.status is not _WAITING
+                seq.num_preemptions += seq.status is not _WAITING
+                seq.num_pending = seq.num_sealed = seq.slot = 0
+                self._reset(seq)
+                self.sequences[seq.seq_id] = seq
+            if group.unfinished:
+                self.waiting.append(group)
+        self.groups = {group.request.request_id: group for group in self.waiting}
+        arrivals = {group.arrival for group in self.waiting}
+        self.next_index = {arrival: index for arrival, index in self.next_index.items() if arrival in arrivals}
+        self.free_slots = list(range(self.config.max_num_seqs, 0, -1))
 
     def finish(self, group: SequenceGroup, reason: str, stop_reason: str | int | None) -> None:
         """Ends all sequences of a request."""
@@ -192,14 +268,14 @@ class Roster:
 
     def finish_sequence(self, seq: Sequence, reason: str, stop_reason: str | int | None) -> None:
         """Ends a sequence, and its request if that was the last one."""
-        group, waits = self.groups[seq.request.request_id], seq.status is SequenceStatus.WAITING
-        if not waits:
+        group, status = self.groups[seq.request.request_id], seq.status
+        if status is not _WAITING:
             self._pass_on_lead(group, seq)
             self._release(seq, self.free_slots)
         self._end(seq, reason, stop_reason)
         if group.unfinished:
             return
-        (self.waiting if waits else self.running).remove(group)
+        self._queue_of(status).remove(group)
         self.free_slots += group.spare_slots
         group.spare_slots = []
         del self.groups[group.request.request_id]
@@ -208,7 +284,7 @@ class Roster:
 
     def drop_beam(self, group: SequenceGroup, seq: Sequence) -> None:
         """Ends a beam that nobody goes on from."""
-        if seq.status is _RUNNING:
+        if seq.status is not _WAITING:
             self._release(seq, group.spare_slots)
         self._end(seq, "dropped", None)
 
@@ -226,7 +302,24 @@ class Roster:
         del self.sequences[seq.seq_id]
 
     def _release(self, seq: Sequence, slots: list[int]) -> None:
+        self._give_slot_back(seq, slots)
+        self._forget_memory(seq)
+
+    def _give_slot_back(self, seq: Sequence, slots: list[int]) -> None:
+        if seq.slot:
+            slots.append(seq.slot)
+        seq.slot = seq.decode_until = 0
+        seq.fresh = False
+
+    def _forget_memory(self, seq: Sequence) -> None:
         self.allocator.free(seq)
-        slots.append(seq.slot)
-        seq.slot = seq.prefill_len = seq.capacity = seq.decode_until = seq.num_cached = 0
+        self._reset(seq)
+
+    def _reset(self, seq: Sequence) -> None:
+        seq.status = _WAITING
+        seq.num_computed = seq.prefill_len = seq.capacity = seq.decode_until = seq.num_cached = 0
         seq.fresh, seq.leader_id, seq.check_len = False, None, seq.request.max_len
+
+
+def _arrival(group: SequenceGroup) -> int:
+    return group.arrival

@@ -31,7 +31,7 @@ class Scheduler:
     """Plans steps under `config`, with KV memory from `allocator`.
 
     Attributes:
-        roster: the requests, waiting and running.
+        roster: the requests: waiting, running and swapped out.
         num_steps: plans made.
     """
 
@@ -40,6 +40,7 @@ class Scheduler:
         self.allocator = allocator
         self.roster = Roster(config, allocator)
         self.num_steps = 0
+        self._num_asked = 0  # preemptions, from outside
         self._in_flight: deque[InFlight] = deque()
 
     # ------------------------------------------------------------------ requests
@@ -108,6 +109,11 @@ class Scheduler:
         return len(self.roster.waiting)
 
     @property
+    def num_swapped(self) -> int:
+        """Requests whose memory is on the host."""
+        return len(self.roster.swapped)
+
+    @property
     def num_running(self) -> int:
         """Sequences that hold blocks and a slot."""
         return self.roster.num_running
@@ -137,6 +143,7 @@ class Scheduler:
             is in flight until `update` gets its result; one without only reports.
         """
         step = Step(self.config, self.allocator, self.roster)
+        self._preempt_as_asked(step)
         add_chunk, add_sampling = step.chunks.append, step.sampling.append
         num_decodes = 0
         # Preemption shortens the list at its end, never before the group at hand.
@@ -159,8 +166,7 @@ class Scheduler:
             step.plan_group(group)
         step.budget -= num_decodes
         assert step.budget >= 0, "more sequences run than a step has tokens, though each was admitted with one to spare"
-        if not step.preempted:
-            step.admit_waiting()
+        step.let_others_run()
         plan = step.plan(self.num_steps)
         if plan is None:
             return None
@@ -168,6 +174,15 @@ class Scheduler:
         if plan.chunks:
             self._in_flight.append(step.in_flight(plan.step))
         return plan
+
+    def preempt_latest(self) -> None:
+        """Lets the next step begin by taking the memory of the latest arrival that runs, as if it were needed."""
+        self._num_asked += 1
+
+    def _preempt_as_asked(self, step: Step) -> None:
+        for _ in range(min(self._num_asked, len(self.roster.running))):
+            step.preempt(self.roster.running[-1])
+        self._num_asked = 0
 
     # ------------------------------------------------------------------ results
 
@@ -251,7 +266,28 @@ class Scheduler:
         for seq, candidate in zip(group.sequences, survivors, strict=True):
             seq.token_ids.append(candidate.token_id)
 
+    # ------------------------------------------------------------------ prefixes
+
+    def unpin(self, name: str) -> None:
+        """Lets go of the prefix that the request of that name registered."""
+        self.allocator.unpin(name)
+
+    def reset_prefix_cache(self) -> None:
+        """Forgets all cached prefixes. Raises BlocksInUse while a sequence or a registered prefix holds a block."""
+        self.allocator.reset_prefix_cache()
+
     # ------------------------------------------------------------------ checks and snapshots
+
+    def recover(self) -> None:
+        """Forgets the steps in flight and all K and V; every request waits to be computed again from its tokens.
+
+        Whatever state an exception left: nothing is asked of it but the requests' tokens and how they ended. Registered
+        prefixes are gone.
+        """
+        self._in_flight.clear()
+        self._num_asked = 0
+        self.allocator.reset()
+        self.roster.requeue_all()
 
     def snapshot(self) -> dict[str, Any]:
         """Scheduler and allocator as plain JSON-able data."""

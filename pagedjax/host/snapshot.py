@@ -14,7 +14,7 @@ from pagedjax.request import BeamSearchParams, Request, SamplingParams, Sequence
 if TYPE_CHECKING:
     from pagedjax.host.scheduler import Scheduler
 
-VERSION = 2
+VERSION = 3
 
 _PARAMS = tuple(field.name for field in fields(SamplingParams))
 
@@ -161,6 +161,8 @@ def dump_scheduler(scheduler: Scheduler) -> dict[str, Any]:
         "groups": [dump_group(group) for group in scheduler.roster.groups.values()],
         "waiting": [group.request.request_id for group in scheduler.roster.waiting],
         "running": [group.request.request_id for group in scheduler.roster.running],
+        "swapped": [group.request.request_id for group in scheduler.roster.swapped],
+        "num_asked": scheduler._num_asked,
         "free_slots": list(scheduler.roster.free_slots),
         "in_flight": [
             [step, [seq.seq_id for seq in sampling], [group.arrival for group in searching]]
@@ -209,6 +211,8 @@ def _fill(scheduler: Scheduler, data: dict[str, Any]) -> None:
     scheduler.roster.sequences = sequences
     scheduler.roster.waiting = deque(scheduler.roster.groups[request_id] for request_id in data["waiting"])
     scheduler.roster.running = [scheduler.roster.groups[request_id] for request_id in data["running"]]
+    scheduler.roster.swapped = [scheduler.roster.groups[request_id] for request_id in data["swapped"]]
+    scheduler._num_asked = int(data["num_asked"])
     scheduler.roster.free_slots = [int(slot) for slot in data["free_slots"]]
     scheduler._in_flight = deque(
         InFlight(

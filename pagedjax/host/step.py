@@ -16,15 +16,16 @@ class Step:
 
     Attributes:
         budget: tokens that it can still take.
-        closed: whether nobody further may be admitted: a running request has prompts left to compute, for which it may
-            need a whole step.
-        chunks, copies, beams, preempted, failed: parts of the plan.
+        closed: whether nobody further may run: a running request has prompts left to compute, for which it may need a
+            whole step.
+        chunks, copies, beams, swap_outs, swap_ins, preempted, failed: parts of the plan.
         sampling, searching: who waits for its result.
     """
 
     __slots__ = (
         "_allocator",
         "_config",
+        "_coming",
         "_roster",
         "beams",
         "budget",
@@ -35,12 +36,15 @@ class Step:
         "preempted",
         "sampling",
         "searching",
+        "swap_ins",
+        "swap_outs",
     )
 
     def __init__(self, config: SchedulerConfig, allocator: KVAllocator, roster: Roster) -> None:
         self._config = config
         self._allocator = allocator
         self._roster = roster
+        self._coming = False  # whether all that ran before are planned
         self.budget = config.max_num_batched_tokens
         self.closed = False
         self.chunks: list[ScheduledChunk] = []
@@ -48,6 +52,8 @@ class Step:
         self.copies: list[tuple[int, int]] = []
         self.beams: list[ScheduledBeams] = []
         self.searching: list[SequenceGroup] = []
+        self.swap_outs: list[tuple[int, int]] = []
+        self.swap_ins: list[tuple[int, int]] = []
         self.preempted: list[int] = []
         self.failed: list[int] = []
 
@@ -63,6 +69,8 @@ class Step:
             tuple(self.failed),
             tuple(self.copies),
             tuple(self.beams),
+            tuple(self.swap_outs),
+            tuple(self.swap_ins),
         )
 
     def in_flight(self, number: int) -> InFlight:
@@ -107,7 +115,7 @@ class Step:
 
     def _plan_prefill(self, group: SequenceGroup, seq: Sequence) -> None:
         """Plans the next chunk of a prompt (after preemption: of prompt and output)."""
-        start, end = seq.num_computed, min(seq.prefill_len, seq.num_computed + self.budget)
+        start, end = seq.num_computed, min(seq.prefill_len, seq.num_computed + self._budget_of(group))
         samples = end == seq.prefill_len
         self.closed |= not samples
         if start == end or not (samples or self._config.enable_chunked_prefill):
@@ -132,9 +140,10 @@ class Step:
         beams = group.sequences
         if beams[0].num_pending:  # which beams go on is known when the device has answered
             return
-        if sum(len(seq.token_ids) - seq.num_computed for seq in beams) > self.budget:
+        wanted = sum(len(seq.token_ids) - seq.num_computed for seq in beams)
+        if wanted > len(beams) and wanted > self._budget_of(group):
             self.closed = True
-            self._plan_beam_prefills(beams)
+            self._plan_beam_prefills(group)
             return
         growing = [seq for seq in beams if seq.num_computed >= seq.prefill_len]
         if growing and not self._make_room(group, growing):
@@ -148,14 +157,22 @@ class Step:
         self.beams.append(ScheduledBeams(group.request.request_id, first, len(beams), width, logprobs, wanted))
         self.searching.append(group)
 
-    def _plan_beam_prefills(self, beams: list[Sequence]) -> None:
-        for seq in beams:
+    def _plan_beam_prefills(self, group: SequenceGroup) -> None:
+        for seq in group.sequences:
             start, last = seq.num_computed, len(seq.token_ids) - 1
-            end = min(last, start + self.budget)
+            end = min(last, start + self._budget_of(group))
             if start < end and (end == last or self._config.enable_chunked_prefill):
                 self._compute(seq, end, samples=False)
             if seq.num_computed < last:  # those behind it may share what it has yet to compute
                 break
+
+    def _budget_of(self, group: SequenceGroup) -> int:
+        """Tokens that a prompt may take: not those of the decodes behind it, which ran while it was swapped out."""
+        running = self._roster.running
+        if self._coming or running[-1] is group:
+            return self.budget
+        behind = running[running.index(group) + 1 :]
+        return max(0, self.budget - sum(len(other.unfinished) for other in behind))
 
     def _compute(self, seq: Sequence, end: int, *, samples: bool) -> None:
         """Plans the tokens of a sequence up to `end`, growing it if they are not of its prefill."""
@@ -193,18 +210,56 @@ class Step:
                 if not any(seq.num_pending for seq in group.unfinished):
                     self._fail(group, growing[-1].num_computed + 1)
                 return False
-            self.preempted += roster.preempt(victim)
+            self.preempt(victim)
             if victim is group:
                 return False
         return True
 
-    def admit_waiting(self) -> None:
+    def preempt(self, group: SequenceGroup) -> None:
+        """Takes the memory of the latest arrival."""
+        seq_ids, moves = self._roster.preempt(group)
+        self.preempted += seq_ids
+        self.swap_outs += moves
+
+    def let_others_run(self) -> None:
+        """Lets those run that do not, when all that do are planned and nobody had to give way.
+
+        Who is swapped out comes first; while anybody is, nobody is admitted (paper section 4.5).
+        """
+        self._coming = True
+        if self.preempted:
+            return
+        self._swap_in()
+        if not self._roster.swapped:
+            self._admit_waiting()
+
+    def _swap_in(self) -> None:
+        """Brings back who is swapped out, in order of arrival, as far as tokens, slots and memory go."""
+        roster = self._roster
+        while roster.swapped and not self.closed:
+            group = roster.swapped[0]
+            members, num_slots = group.unfinished, roster.slots_for(group)
+            if len(members) > self.budget or not roster.may_run(num_slots) or any(seq.num_pending for seq in members):
+                break
+            alone = not roster.running
+            try:
+                moves = self._allocator.swap_in(members, alone=alone)
+            except OutOfBlocks:
+                if not alone:
+                    break
+                self._fail(group, max(seq.capacity for seq in members))
+                continue
+            self.swap_ins += moves
+            roster.resume(group, num_slots)
+            self.plan_group(group)
+
+    def _admit_waiting(self) -> None:
         """Admits from the head of the queue, skipping nobody, as far as tokens, slots and memory go."""
         roster, chunked = self._roster, self._config.enable_chunked_prefill
         while roster.waiting and self.budget and not self.closed:
             group = roster.waiting[0]
             members = group.unfinished
-            num_slots = len(members) if group.beam is None else group.request.width
+            num_slots = roster.slots_for(group)
             # A preempted one may wait for its last token.
             if not roster.may_run(num_slots) or any(seq.num_pending for seq in members):
                 break

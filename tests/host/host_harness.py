@@ -77,10 +77,13 @@ def make_scheduler(
     enable_chunked_prefill: bool = True,
     watermark: float = 0.0,
     enable_prefix_caching: bool = False,
+    num_host_blocks: int = 0,
+    preemption: str = "auto",
 ) -> Scheduler:
     """A scheduler over a paged allocator."""
-    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill)
-    return Scheduler(config, PagedAllocator(CacheConfig(block_size, num_blocks, watermark, enable_prefix_caching)))
+    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill, preemption)
+    cache = CacheConfig(block_size, num_blocks, watermark, enable_prefix_caching, num_host_blocks=num_host_blocks)
+    return Scheduler(config, PagedAllocator(cache))
 
 
 def paged(scheduler: Scheduler) -> PagedAllocator:
@@ -150,18 +153,45 @@ def answer(scheduler: Scheduler, plan: StepPlan, token: int = 9) -> list[Sequenc
     return scheduler.update(StepResult(plan.step, [token for chunk in plan.chunks if chunk.samples]))
 
 
+Slots = dict[int, tuple[int, int]]
+
+
 class BookkeepingDevice:
     """Executes plans in order; knows of the host only what plans say, and `sequences` for what to sample."""
 
-    def __init__(self, block_size: int, num_blocks: int, sequences: dict[int, tuple[Request, int]]) -> None:
+    def __init__(
+        self, block_size: int, num_blocks: int, num_host_blocks: int, sequences: dict[int, tuple[Request, int]]
+    ) -> None:
         self.block_size = block_size
         self.num_blocks = num_blocks
+        self.num_host_blocks = num_host_blocks
         self.sequences = sequences  # by id: the request, and which of its samples
-        self.pool: dict[int, tuple[int, int]] = {}  # slot of the pool -> token, digest of it and all before it
+        self.pool: Slots = {}  # slot of the pool -> token, digest of it and all before it
         self.tables: dict[int, list[int]] = {}  # row of the block table -> blocks
         self.last_sampled: dict[int, int] = {}  # row -> token
         self.computed: dict[int, list[int]] = {}  # row -> tokens, what it shares from the beginning included
-        self.num_copies = 0
+        self.host: Slots = {}  # slot of the swap space -> the same
+        self.num_copies = self.num_swapped_out = self.num_swapped_in = 0
+
+    def lose_everything(self) -> None:
+        """As when a step fails and takes the pool with it."""
+        self.pool.clear()
+        self.host.clear()
+        self.tables.clear()
+
+    def swap(self, plan: StepPlan) -> None:
+        """Moves blocks to the host and back."""
+        assert not (plan.swap_outs and plan.swap_ins), "blocks go both ways in one step"
+        for moves, source, target, limit in (
+            (plan.swap_outs, self.pool, self.host, self.num_blocks),
+            (plan.swap_ins, self.host, self.pool, self.num_host_blocks),
+        ):
+            assert len({to for _, to in moves}) == len(moves), f"{moves} overwrite each other"
+            assert all(NULL_BLOCK < block <= limit for block, _ in moves)
+            for block, to in moves:
+                self._copy_block(source, block, target, to)
+        self.num_swapped_out += len(plan.swap_outs)
+        self.num_swapped_in += len(plan.swap_ins)
 
     def execute(self, plan: StepPlan) -> StepResult:
         """Runs a plan; raises AssertionError if a chunk would read anything but its own sequence."""
@@ -184,15 +214,17 @@ class BookkeepingDevice:
         return StepResult(plan.step, token_ids, None, beams)
 
     def _copy(self, copies: tuple[tuple[int, int], ...]) -> None:
-        sources, targets = {source for source, _ in copies}, [target for _, target in copies]
-        assert len(set(targets)) == len(targets) and not sources & set(targets), f"{copies} depend on their order"
+        assert len({target for _, target in copies}) == len(copies), f"{copies} overwrite each other"
         for source, target in copies:
             assert min(source, target) > NULL_BLOCK and max(source, target) <= self.num_blocks
-            for offset in range(self.block_size):
-                self.pool.pop(target * self.block_size + offset, None)
-                if source * self.block_size + offset in self.pool:
-                    self.pool[target * self.block_size + offset] = self.pool[source * self.block_size + offset]
+            self._copy_block(self.pool, source, self.pool, target)
         self.num_copies += len(copies)
+
+    def _copy_block(self, source: Slots, block: int, target: Slots, to: int) -> None:
+        for offset in range(self.block_size):
+            target.pop(to * self.block_size + offset, None)
+            if block * self.block_size + offset in source:
+                target[to * self.block_size + offset] = source[block * self.block_size + offset]
 
     def _write(self, chunk: ScheduledChunk) -> None:
         if chunk.fresh:
@@ -275,8 +307,9 @@ class Pipeline:
         self.starts: dict[int, list[int]] = {}  # tokens that forks went on from
         self.searches: dict[str, Request] = {}
         self.found: dict[str, list[Hypothesis]] = {}
-        allocator = scheduler.allocator
-        self.device = BookkeepingDevice(allocator.block_size, allocator.num_blocks, self.sequences)
+        allocator = paged(scheduler)
+        sizes = allocator.block_size, allocator.num_blocks, allocator.swap_space.num_blocks
+        self.device = BookkeepingDevice(*sizes, self.sequences)
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
         self.outputs: dict[int, list[int]] = {}
@@ -315,6 +348,7 @@ class Pipeline:
                     self.sequences[chunk.seq_id] = self.searches[search.request_id], 0
             for chunk in plan.chunks:
                 self.sequences.setdefault(chunk.seq_id, (self.scheduler.roster.sequences[chunk.seq_id].request, 0))
+            self.device.swap(plan)
             if plan.chunks:
                 self.results.append(self.device.execute(plan))
         happened = plan is not None or bool(self.results)
@@ -336,6 +370,12 @@ class Pipeline:
         for request_id, group in running.items():
             if group.beam is not None and not group.unfinished and group.sequences[0].finish_reason != "error":
                 self.found[request_id] = group.beam.hypotheses
+
+    def fail(self) -> None:
+        """A step failed: nothing on the device can be relied on, and no result comes any more."""
+        self.results.clear()
+        self.device.lose_everything()
+        self.scheduler.recover()
 
     def read_all(self) -> None:
         """Gives all results to the scheduler, so that all tokens are known."""

@@ -73,7 +73,7 @@ def chunk(seq_id, slot, start, tokens, blocks=(), fresh=False):
 
 def test_the_bookkeeping_device_sees_a_block_used_after_it_was_given_away():
     sequences = {number: (make_request(number, 2), 0) for number in range(2)}
-    device = BookkeepingDevice(4, 4, sequences)
+    device = BookkeepingDevice(4, 4, 0, sequences)
     prompts = [request.prompt_token_ids for request, _ in sequences.values()]
     device.execute(StepPlan(0, (chunk(0, 1, 0, prompts[0], (3,), True),), 2))
     device.execute(StepPlan(1, (chunk(1, 2, 0, prompts[1], (3,), True),), 2))
@@ -82,7 +82,7 @@ def test_the_bookkeeping_device_sees_a_block_used_after_it_was_given_away():
 
 
 def test_the_bookkeeping_device_sees_what_was_not_computed_again():
-    device = BookkeepingDevice(4, 4, {0: (make_request(0, 6), 0)})
+    device = BookkeepingDevice(4, 4, 0, {0: (make_request(0, 6), 0)})
     tokens = make_request(0, 6).prompt_token_ids
     device.execute(StepPlan(0, (chunk(0, 1, 0, tokens, (1, 2), True),), 6))
     device.tables[1] = [3, 2]
@@ -91,7 +91,7 @@ def test_the_bookkeeping_device_sees_what_was_not_computed_again():
 
 
 def test_the_bookkeeping_device_sees_a_copy_that_was_forgotten():
-    device = BookkeepingDevice(4, 4, {number: (make_request(0, 2, n=2), number) for number in range(2)})
+    device = BookkeepingDevice(4, 4, 0, {number: (make_request(0, 2, n=2), number) for number in range(2)})
     tokens = make_request(0, 2).prompt_token_ids
     follower = ScheduledChunk(1, 2, 2, 0, (), 0, (1,), True, True)
     device.execute(StepPlan(0, (chunk(0, 1, 0, tokens, (1,), True), follower), 2))

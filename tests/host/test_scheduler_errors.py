@@ -127,14 +127,17 @@ def test_who_is_preempted_waits_at_least_until_the_next_step():
     [
         (
             lambda s: s.roster.running.reverse(),
-            r"^running \['r1', 'r0'\] and waiting \['r2'\] are not in order of arrival$",
+            r"^running \['r1', 'r0'\], swapped \[\] and waiting \['r2'\] are not in order of arrival$",
         ),
         (
             lambda s: s.roster.waiting.clear(),
-            r"^running \['r0', 'r1'\] and waiting \[\] are not \['r0', 'r1', 'r2'\], once each$",
+            r"^running \['r0', 'r1'\], swapped \[\] and waiting \[\] are not \['r0', 'r1', 'r2'\], once each$",
         ),
         (lambda s: setattr(s.roster, "next_seq_id", 2), r"^sequence \[2\] was never added$"),
-        (lambda s: s.allocator.free(s.roster.sequences[0]), r"^sequences \[1\] hold memory, but \[0, 1\] run$"),
+        (
+            lambda s: s.allocator.free(s.roster.sequences[0]),
+            r"^sequences \[1\] are in the pool, but \[0, 1\] should be$",
+        ),
         (
             lambda s: object.__setattr__(s.config, "max_num_batched_tokens", 1),
             r"^2 sequences run, but a step has 1 tokens$",

@@ -111,8 +111,8 @@ def test_integers_of_other_kinds_are_written_as_integers():
 
 def test_another_version_is_refused():
     scheduler = make_scheduler(8)
-    with pytest.raises(SnapshotError, match=r"^snapshot of version 3, but this program reads version 2$"):
-        scheduler.restore({**scheduler.snapshot(), "version": 3})
+    with pytest.raises(SnapshotError, match=r"^snapshot of version 4, but this program reads version 3$"):
+        scheduler.restore({**scheduler.snapshot(), "version": 4})
 
 
 @pytest.mark.parametrize("nonsense", [None, [], {}, "version", {"config": {}}])

@@ -46,9 +46,13 @@ class SchedulerMachine(RuleBasedStateMachine):
         budget=st.sampled_from([1, 2, 5, 9, 24, None]),
         watermark=st.sampled_from([0.0, 0.2]),
         caching=st.booleans(),
+        num_host_blocks=st.sampled_from([0, 2, 5, 20]),
+        preemption=st.sampled_from(["auto", "swap", "swap", "recompute"]),
         depth=st.integers(0, 1),
     )
-    def start(self, num_blocks, block_size, max_num_seqs, budget, watermark, caching, depth):
+    def start(
+        self, num_blocks, block_size, max_num_seqs, budget, watermark, caching, num_host_blocks, preemption, depth
+    ):
         self.shape = {
             "num_blocks": num_blocks,
             "block_size": block_size,
@@ -58,6 +62,8 @@ class SchedulerMachine(RuleBasedStateMachine):
             "enable_chunked_prefill": budget is not None,
             "watermark": watermark,
             "enable_prefix_caching": caching,
+            "num_host_blocks": num_host_blocks,
+            "preemption": preemption,
         }
         self.num_slots = num_blocks * block_size
         self.pipeline = Pipeline(make_scheduler(**self.shape), depth)
@@ -226,6 +232,16 @@ class SchedulerMachine(RuleBasedStateMachine):
         allocator.reset_prefix_cache()
         assert allocator.pool.num_cached == 0
 
+    @rule(count=st.integers(1, 3))
+    def take_memory(self, count):
+        for _ in range(count):
+            self.scheduler.preempt_latest()
+
+    @rule()
+    def fail_a_step(self):
+        self.pipeline.fail()
+        assert paged(self.scheduler).pins() == {}
+
     @rule()
     def go_on_from_a_snapshot(self):
         data = self.scheduler.snapshot()
@@ -256,8 +272,11 @@ class SchedulerMachine(RuleBasedStateMachine):
     def teardown(self):
         self.pipeline.run_to_end()
         scheduler, allocator = self.scheduler, paged(self.scheduler)
-        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_in_flight) == (0, 0, 0)
-        assert allocator.seq_ids() == []
+        assert (scheduler.num_running, scheduler.num_waiting, scheduler.num_swapped, scheduler.num_in_flight) == (
+            0,
+        ) * 4
+        assert allocator.seq_ids() == allocator.swapped_ids() == []
+        assert allocator.swap_space.num_used == 0
         for name in allocator.pins():
             allocator.unpin(name)
         assert scheduler.usage().free == self.num_slots

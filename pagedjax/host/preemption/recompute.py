@@ -1,0 +1,10 @@
+"""Always compute again."""
+
+from __future__ import annotations
+
+from pagedjax.request import SequenceGroup
+
+
+def swaps(group: SequenceGroup, block_size: int) -> bool:
+    """False."""
+    return False

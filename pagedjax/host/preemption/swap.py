@@ -1,0 +1,10 @@
+"""Always swap."""
+
+from __future__ import annotations
+
+from pagedjax.request import SequenceGroup
+
+
+def swaps(group: SequenceGroup, block_size: int) -> bool:
+    """True."""
+    return True
