@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import secrets
 from dataclasses import dataclass
+from pathlib import Path
 
 from pagedjax.errors import ConfigError
 from pagedjax.scalars import is_int, is_number, make_plain, plain, shown
@@ -45,6 +46,14 @@ def _require_policy(name: object) -> None:
     from pagedjax.host.preemption import policy_names  # which imports this module
 
     require(name in policy_names(), "preemption", name, f"one of {', '.join(policy_names())}")
+
+
+def _require_path(config: object, name: str) -> None:
+    value = getattr(config, name)
+    ok = value is None or (isinstance(value, str | Path) and str(value) != "" and "\0" not in str(value))
+    require(ok, name, value, "None or a path")
+    if value is not None:
+        object.__setattr__(config, name, str(value))
 
 
 def _require_positive(name: str, value: object) -> None:
@@ -229,11 +238,18 @@ class EngineConfig:
         enable_prefix_caching: keep the full blocks of everything computed, until their memory is needed, and share
             them with requests that begin alike. (`register_prefix` shares single prefixes without it.)
         prefix_hash_seed: of the digests by which blocks are found; None draws one, so that nobody can foretell them.
+        preemption: what becomes of the latest arrival when memory runs out: "recompute" frees its blocks and computes
+            them again later, "swap" moves them to the swap space, "auto" swaps requests with several samples or beams
+            and computes single ones again (the paper's). Where the swap space is full, all recompute.
+        swap_space: bytes of the host's memory for blocks that are swapped out; 0 is none.
         watermark: part of the blocks that admission keeps free.
         attention_backend: "auto", or one of `pallas_kernels`: "reference", "xla", "triton", "mosaic_gpu" or "tpu".
         attention_interpret: run a Pallas backend in interpret mode, anywhere (slow; for tests and study).
         overlap: plan the next step while the device computes this one.
         seed: of requests that bring none of their own.
+        event_log: file to which every event and every plan is appended, for `pagedjax replay`.
+        snapshot_path: folder for the snapshots that are made every `snapshot_every` steps; the last two are kept.
+        snapshot_every: steps between two snapshots.
     """
 
     dtype: str = "float32"
@@ -247,11 +263,16 @@ class EngineConfig:
     enable_chunked_prefill: bool = True
     enable_prefix_caching: bool = False
     prefix_hash_seed: int | None = None
+    preemption: str = "auto"
+    swap_space: int = 0
     watermark: float = 0.01
     attention_backend: str = "auto"
     attention_interpret: bool = False
     overlap: bool = True
     seed: int = 0
+    event_log: str | None = None
+    snapshot_path: str | None = None
+    snapshot_every: int | None = None
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -278,22 +299,45 @@ class EngineConfig:
         )
         if self.prefix_hash_seed is not None:
             _require_seed("prefix_hash_seed", self.prefix_hash_seed, 64)
+        _require_int("swap_space", self.swap_space, 0)
+        _require_policy(self.preemption)
+        require(
+            self.swap_space > 0 or self.preemption != "swap",
+            "swap_space",
+            self.swap_space,
+            'more than 0 bytes when preemption="swap"',
+        )
         for name in ("enable_chunked_prefill", "enable_prefix_caching", "attention_interpret", "overlap"):
             require(isinstance(getattr(self, name), bool), name, getattr(self, name), "True or False")
         _require_seed("seed", self.seed, 63)
+        for name in ("event_log", "snapshot_path"):
+            _require_path(self, name)
+        _require_optional_int("snapshot_every", self.snapshot_every, 1)
+        require(
+            (self.snapshot_every is None) == (self.snapshot_path is None),
+            "snapshot_every",
+            self.snapshot_every,
+            f"an integer of at least 1 where snapshot_path={shown(self.snapshot_path)} is a folder, and None elsewhere",
+        )
         CacheConfig(self.block_size, self.num_blocks or 1, self.watermark)
         for name in ("max_num_seqs", "max_num_batched_tokens"):
             _require_int(name, getattr(self, name), 1)
 
-    def cache_config(self, num_blocks: int) -> CacheConfig:
-        """The paged cache of a pool of that many blocks; draws the hashes' seed if none is given."""
+    def cache_config(self, num_blocks: int, num_host_blocks: int = 0) -> CacheConfig:
+        """The paged cache of pools of that many blocks; draws the hashes' seed if none is given."""
         seed = secrets.randbits(64) if self.prefix_hash_seed is None else self.prefix_hash_seed
-        return CacheConfig(self.block_size, num_blocks, self.watermark, self.enable_prefix_caching, seed)
+        return CacheConfig(
+            self.block_size, num_blocks, self.watermark, self.enable_prefix_caching, seed, num_host_blocks
+        )
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
         """What a step may hold, for sequences of that many tokens."""
         return SchedulerConfig(
-            self.max_num_seqs, self.max_num_batched_tokens, max_model_len, self.enable_chunked_prefill
+            self.max_num_seqs,
+            self.max_num_batched_tokens,
+            max_model_len,
+            self.enable_chunked_prefill,
+            self.preemption,
         )
 
     @property

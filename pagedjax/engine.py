@@ -7,36 +7,47 @@ read back one step late. Sampled tokens do not leave the device to become the ne
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
-from collections import deque
-from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, replace
 from itertools import count
+from pathlib import Path
 from typing import Any
 
 import jax
 
+from pagedjax import __version__
 from pagedjax.config import EngineConfig
 from pagedjax.device.backend import choose_backend
 from pagedjax.device.kv_pool import PoolInfo, plan_pool
 from pagedjax.device.memory import free_memory
 from pagedjax.device.programs import num_compilations
-from pagedjax.device.runner import InFlight, PromptRows, Runner, StepOutput
-from pagedjax.errors import ConfigError, EngineDead, InvalidRequest, PagedJaxError, UnknownRequest
+from pagedjax.device.runner import InFlight, Runner
+from pagedjax.errors import ConfigError, EngineDead, SnapshotError, UnknownRequest
+from pagedjax.event_log import EventLog
 from pagedjax.host.allocator import PagedAllocator
 from pagedjax.host.block_map import block_map
 from pagedjax.host.plan import StepPlan
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.intake import Intake, check_config, check_id, resolve_max_model_len
 from pagedjax.interrupt import interrupts_deferred
+from pagedjax.mailbox import Mailboxes
 from pagedjax.models.loader import LoadedModel
-from pagedjax.output import RequestTracker
-from pagedjax.prefixes import PREFIX_PARAMS, RegisteredPrefix, check_prefix_len, warn_shares_nothing
+from pagedjax.prefixes import Prefixes, RegisteredPrefix
 from pagedjax.prompt import Prompt
-from pagedjax.request import BeamSearchParams, Request, RequestOutput, SamplingParams, Sequence
+from pagedjax.recorder import RecordingScheduler
+from pagedjax.request import BeamSearchParams, Request, RequestOutput, SamplingParams
 from pagedjax.scalars import shown
+from pagedjax.snapshots.files import write_snapshot
+from pagedjax.snapshots.periodic import PeriodicSnapshots
+from pagedjax.snapshots.restore import restore_engine
+from pagedjax.snapshots.state import engine_state
 from pagedjax.stats import Counters, EngineStats
+from pagedjax.tracking import Trackers
+
+_LOG = logging.getLogger("pagedjax")
 
 
 class Engine:
@@ -65,22 +76,34 @@ class Engine:
         self.pool_info: PoolInfo = plan_pool(
             self.config, model.config, self.max_model_len, free_memory(device), backend.name
         )
-        self.allocator = PagedAllocator(self.config.cache_config(self.pool_info.num_blocks))
-        self.scheduler = Scheduler(self.config.scheduler_config(self.max_model_len), self.allocator)
+        self.cache_config = self.config.cache_config(self.pool_info.num_blocks, self.pool_info.num_host_blocks)
+        self.allocator = PagedAllocator(self.cache_config)
+        self.scheduler = self._make_scheduler()
         self.runner = Runner(model.config, self.config, self.params, self.pool_info, self.max_model_len, backend)
         self.runner.programs.progress = progress
-        self._trackers: dict[str, RequestTracker] = {}
+        self._trackers = Trackers(self.scheduler, self.tokenizer)
         self._intake = Intake(self.config, model.config, model.tokenizer, self.max_model_len, self.pool_info.num_slots)
-        self._by_seq: dict[int, RequestTracker] = {}  # of samples; beams come and go
-        self._prefixes: dict[str, RegisteredPrefix] = {}
+        self._prefixes = Prefixes(self)
         self._in_flight: InFlight | None = None
-        self._undelivered: dict[str, RequestOutput] = {}  # the latest state of each request
-        self._mailboxes: dict[str, deque[RequestOutput]] = {}
+        self._mail = Mailboxes()
+        self._snapshots = PeriodicSnapshots.of(self.config, self.save)
+        self._num_failures = 0  # of steps, one after another
         self._closing: list[str] = []
         self._lock = threading.RLock()
         self._stepping = False
         self._num_requests = 0
         self.reset_stats()
+
+    def _make_scheduler(self) -> Scheduler:
+        """The scheduler; with an event log, one that writes down what it is told and what it plans."""
+        config = self.config.scheduler_config(self.max_model_len)
+        if self.config.event_log is None:
+            return Scheduler(config, self.allocator)
+        header = {
+            "config": {"cache": asdict(self.cache_config), "scheduler": asdict(config)},
+            "engine": {"config": asdict(self.config), "model": self.source, "pagedjax": __version__},
+        }
+        return RecordingScheduler(config, self.allocator, EventLog(self.config.event_log, header))
 
     # ------------------------------------------------------------------ requests
 
@@ -117,17 +140,13 @@ class Engine:
 
     def _add(self, request: Request, request_id: str | None) -> str:
         self._intake.name(request, self._new_id() if request_id is None else request_id, self._num_requests)
-        self._track(RequestTracker(self.scheduler.add(request), self.tokenizer))
+        self._trackers.add(self.scheduler.add(request))
+        self._num_requests += 1
         return request.request_id
 
     def _new_id(self) -> str:
         """The next number that no user has taken as an id."""
         return next(name for name in map(str, count(self._num_requests)) if not self.is_unfinished(name))
-
-    def _track(self, tracker: RequestTracker) -> None:
-        self._num_requests += 1
-        self._trackers[tracker.request.request_id] = tracker
-        self._by_seq |= dict.fromkeys(tracker.samples, tracker)
 
     def fork(self, request_id: str, new_request_id: str | None = None) -> str:
         """Adds a request that goes on from where another one is now, as the next sample of the same prompt.
@@ -152,7 +171,7 @@ class Engine:
             check_id(new_request_id)
         with self._lock:
             self._settle()
-            parent = self._trackers.get(request_id)
+            parent = self._trackers.by_request.get(request_id)
             if parent is None:
                 raise UnknownRequest(f"request {request_id!r} has finished or never was: only unfinished ones can fork")
             request = replace(
@@ -161,14 +180,18 @@ class Engine:
                 arrival_time=time.monotonic(),
                 registers_prefix=False,
             )
-            self._track(parent.fork(self.scheduler.fork(request_id, request)))
+            self._trackers.fork(parent, self.scheduler.fork(request_id, request))
+            self._num_requests += 1
             return request.request_id
 
     def _settle(self) -> None:
         """Takes the results of the step in flight, so that all tokens are known."""
         with self._uninterrupted():
-            finished, self._in_flight = self._in_flight, None
-            self._deliver(self._complete(finished) if finished else [])
+            self._guarded(lambda: self._complete(step) if (step := self._take_in_flight()) else [])
+
+    def _take_in_flight(self) -> InFlight | None:
+        step, self._in_flight = self._in_flight, None
+        return step
 
     def abort(self, request_id: str) -> RequestOutput:
         """Ends a request at once and frees its blocks; returns what it had put out.
@@ -178,23 +201,23 @@ class Engine:
         """
         check_id(request_id)
         with self._lock:
-            late = self._undelivered.pop(request_id, None)
-            if request_id in self._trackers:
+            late = self._mail.undelivered.pop(request_id, None)
+            if request_id in self._trackers.by_request:
                 self.scheduler.abort(request_id)
-                return self._close(self._trackers[request_id])
+                return self._trackers.close(self._trackers.by_request[request_id])
         if late is not None:  # it had ended, but nobody had been told
             return late
-        known = ", ".join(list(self._trackers)[:8]) or "none"
+        known = ", ".join(list(self._trackers.by_request)[:8]) or "none"
         raise UnknownRequest(f"request {request_id!r} is not running or waiting; unfinished requests: {known}")
 
     def is_unfinished(self, request_id: str) -> bool:
         """Whether this request waits or runs, or its end has not been delivered."""
         check_id(request_id)
-        return request_id in self._trackers or request_id in self._undelivered
+        return request_id in self._trackers.by_request or request_id in self._mail.undelivered
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs, or a step's outputs have not been delivered."""
-        return bool(self._trackers or self._undelivered)
+        return bool(self._trackers.by_request or self._mail.undelivered)
 
     # ------------------------------------------------------------------ steps
 
@@ -212,8 +235,7 @@ class Engine:
         """
         with self._lock:
             self._advance()
-            outputs, self._undelivered = list(self._undelivered.values()), {}
-        return outputs
+            return self._mail.take()
 
     def open_mailbox(self, request_id: str, every: bool) -> None:
         """Keeps this request's outputs for `receive`, whoever makes the steps: many may wait for their own at a time.
@@ -224,18 +246,17 @@ class Engine:
         """
         check_id(request_id)
         with self._lock:
-            early = self._undelivered.pop(request_id, None)
-            self._mailboxes[request_id] = deque(() if early is None else (early,), None if every else 1)
+            self._mail.open(request_id, every)
 
     def receive(self, request_id: str) -> RequestOutput:
         """The next output in a request's mailbox; makes steps until there is one. Raises EngineDead, UnknownRequest."""
         check_id(request_id)
         while True:
             with self._lock:
-                mailbox = self._mailboxes.get(request_id)
+                mailbox = self._mail.get(request_id)
                 if mailbox:
                     return mailbox.popleft()
-                if mailbox is None or request_id not in self._trackers:
+                if mailbox is None or request_id not in self._trackers.by_request:
                     raise UnknownRequest(f"request {request_id!r} has ended, and its last output was received")
                 self._advance()
 
@@ -249,12 +270,42 @@ class Engine:
             if self._stepping:
                 self._closing.append(request_id)
                 return
-            if self._mailboxes.pop(request_id, None) is not None and request_id in self._trackers:
+            if self._mail.close(request_id) and request_id in self._trackers.by_request:
                 self.abort(request_id)
 
     def _advance(self) -> None:
         with self._uninterrupted():
-            self._deliver(self._step())
+            self._guarded(self._step)
+        if self._snapshots is not None:
+            self._snapshots.save_if_due(self.scheduler.num_steps)
+
+    def _guarded(self, step: Callable[[], list[RequestOutput]]) -> None:
+        """Delivers what a step puts out; after an error, which is logged, the engine goes on with what it can save."""
+        try:
+            outputs = step()
+            if outputs:
+                self._num_failures = 0
+        except Exception as error:
+            outputs = self._recover(error)
+        self._mail.deliver(output for output in outputs if output.request_id not in self._prefixes.by_name)
+
+    def _recover(self, error: Exception) -> list[RequestOutput]:
+        """After a step that failed: all is computed again, and after a second failure the step's requests are ended.
+
+        Nothing on the device can be relied on: it may have failed with the pool in its hands.
+        """
+        self._num_failures += 1
+        running = self.scheduler.step_requests()
+        self._in_flight = None
+        self.scheduler.recover()
+        self.runner.recover()
+        self._prefixes.compute_again()
+        ends = self._num_failures > 1
+        what = "they end with this error" if ends else "all requests are computed again"
+        _LOG.error("a step with %s request(s) failed; %s", len(running), what, exc_info=error)
+        for request_id in running if ends else ():
+            self.scheduler.finish(request_id, "error", f"the step failed: {type(error).__name__}: {error}")
+        return self._trackers.close_ended()
 
     @contextlib.contextmanager
     def _uninterrupted(self) -> Iterator[None]:
@@ -268,20 +319,13 @@ class Engine:
             while self._closing:
                 self.close_mailbox(self._closing.pop())
 
-    def _deliver(self, outputs: list[RequestOutput]) -> None:
-        for output in outputs:
-            mailbox = self._mailboxes.get(output.request_id)
-            if mailbox is None:
-                self._undelivered[output.request_id] = output
-            else:
-                mailbox.append(output)
-
     def _step(self) -> list[RequestOutput]:
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         self._counters.host_seconds += time.perf_counter() - began
-        ended = [tracker for tracker in self._trackers.values() if tracker.finished] if plan and plan.failed else []
-        failed = [self._close(tracker) for tracker in ended]
+        failed = self._trackers.close_ended() if plan and plan.failed else []
+        if plan:
+            self.runner.swap(plan)
         dispatched = self._dispatch(plan) if plan and plan.chunks else None
         finished, self._in_flight = self._in_flight, dispatched
         outputs = failed + (self._complete(finished) if finished else [])
@@ -293,8 +337,8 @@ class Engine:
     def _dispatch(self, plan: StepPlan) -> InFlight:
         began, compiled = time.perf_counter(), self.runner.programs.compile_seconds
         sequences = {c.seq_id: self.scheduler.roster.sequences[c.seq_id] for c in plan.chunks if c.fresh}
-        self._note_cached(sequences)
-        step = self.runner.execute(plan, sequences, self._prompt_rows(plan))
+        self._trackers.note_cached(sequences)
+        step = self.runner.execute(plan, sequences, self._trackers.prompt_rows(plan))
         counters = self._counters
         counters.num_steps += 1
         counters.prompt_tokens += sum(c.num_tokens for c in plan.chunks if c.token_ids)
@@ -304,81 +348,18 @@ class Engine:
         counters.prepare_seconds += time.perf_counter() - began - compiling
         return step
 
-    def _note_cached(self, fresh: Mapping[int, Sequence]) -> None:
-        """Notes what requests found in the prefix cache when they were admitted for the first time."""
-        for seq in fresh.values():
-            if seq.num_cached and not seq.num_preemptions and not seq.output_len:
-                metrics = self._trackers[seq.request.request_id].metrics
-                metrics.num_cached_tokens = max(metrics.num_cached_tokens, min(seq.num_cached, seq.prompt_len - 1))
-
-    def _prompt_rows(self, plan: StepPlan) -> list[PromptRows]:
-        rows, first = [], 0
-        for chunk in plan.chunks:
-            tracker = self._by_seq.get(chunk.seq_id)
-            if chunk.token_ids and tracker is not None:
-                wanted = tracker.wanted_prompt_rows(chunk, first)
-                if wanted:
-                    rows.append(wanted)
-            first += chunk.num_tokens
-        return rows
-
     def _complete(self, step: InFlight) -> list[RequestOutput]:
         began = time.perf_counter()
         results = self.runner.collect(step)
         collected = time.perf_counter()
         updates = self.scheduler.update(results.result)
         updated = time.perf_counter()
-        self._add_prompt_logprobs(step, results)
-        changed: dict[str, RequestTracker] = {}
-        for update in updates:
-            tracker = self._by_seq[update.seq_id]
-            changed[tracker.request.request_id] = tracker
-            if update.token_id is not None:
-                self._counters.output_tokens += 1
-                logprobs = results.logprobs.get(update.seq_id)
-                stop = tracker.add_token(update.seq_id, update.token_id, logprobs)
-                if stop is not None and update.finish_reason != "stop":
-                    self._stop(tracker.samples[update.seq_id].sequence, stop)
-        outputs = [self._close(tracker) if tracker.finished else tracker.output() for tracker in changed.values()]
-        outputs += self._complete_searches(step.plan)
         counters = self._counters
+        outputs = self._trackers.complete(step, results, updates, counters)
         counters.device_wait_seconds += collected - began
         counters.host_seconds += updated - collected
         counters.output_seconds += time.perf_counter() - updated
         return outputs
-
-    def _complete_searches(self, plan: StepPlan) -> list[RequestOutput]:
-        """What the searches that ended in a step found; of the others nothing is said until then."""
-        outputs = []
-        for search in plan.beams:
-            tracker = self._trackers.get(search.request_id)
-            if tracker is None or tracker.group.beam is None:
-                continue
-            tracker.note_token()
-            self._counters.output_tokens += len(tracker.group.sequences)
-            if tracker.finished:
-                outputs.append(self._close(tracker))
-        return outputs
-
-    def _stop(self, sequence: Sequence, stop: str) -> None:
-        """Ends a sample at a stop string; one that its last allowed token completes still ends by "stop"."""
-        if sequence.finish_reason is None:
-            self.scheduler.finish_sequence(sequence.seq_id, "stop", stop)
-        else:
-            sequence.finish_reason, sequence.stop_reason = "stop", stop
-
-    def _add_prompt_logprobs(self, step: InFlight, results: StepOutput) -> None:
-        for wanted, rows in zip(step.prompt_rows, results.prompt_logprobs, strict=True):
-            tracker = self._by_seq.get(wanted.seq_id)
-            if tracker is not None:
-                tracker.add_prompt_logprobs(wanted.begin, rows)
-
-    def _close(self, tracker: RequestTracker) -> RequestOutput:
-        tracker.finish()
-        del self._trackers[tracker.request.request_id]
-        for seq_id in tracker.samples:
-            del self._by_seq[seq_id]
-        return tracker.output()
 
     # ------------------------------------------------------------------ prefixes
 
@@ -398,43 +379,7 @@ class Engine:
             RequestTooLong: it is longer than the model or the whole pool allows.
             PagedJaxError: it could not be computed.
         """
-        request = self._intake.read(prefix, PREFIX_PARAMS, None, cache_salt)
-        size, token_ids = self.config.block_size, request.prompt_token_ids
-        check_prefix_len(len(token_ids), self.max_model_len, self.pool_info)
-        num_blocks = len(token_ids) // size
-        with self._lock:
-            numbers = count(self._num_requests)
-            names = (f"prefix-{number}" for number in numbers)
-            name = next(name for name in names if not (self.is_unfinished(name) or name in self._prefixes))
-            if num_blocks:
-                request.prompt_token_ids = token_ids[: num_blocks * size]
-                request.max_len, request.registers_prefix = num_blocks * size + 1, True
-                self._add(request, name)
-                self.open_mailbox(name, every=False)
-            else:
-                self._num_requests += 1
-        if num_blocks:
-            self._await_prefix(name)
-        else:
-            warn_shares_nothing(len(token_ids), size)
-        registered = RegisteredPrefix(name, token_ids, num_blocks * size, num_blocks, cache_salt)
-        self._prefixes[name] = registered
-        return registered
-
-    def _await_prefix(self, name: str) -> None:
-        """Makes steps until a prefix is computed; one that is not leaves nothing pinned."""
-        reason: object = None
-        try:
-            while not (output := self.receive(name)).finished:
-                pass
-            reason = output.outputs[0].stop_reason or output.outputs[0].finish_reason
-        finally:
-            self.close_mailbox(name)
-            with self._lock:
-                if reason != "length" and name in self.allocator.pins():
-                    self.allocator.unpin(name)
-        if reason != "length":
-            raise PagedJaxError(f"the prefix could not be computed: {reason}")
+        return self._prefixes.register(prefix, cache_salt)
 
     def unregister_prefix(self, prefix: RegisteredPrefix) -> None:
         """Lets go of a registered prefix; running requests that share its blocks keep them.
@@ -442,14 +387,7 @@ class Engine:
         Raises:
             InvalidRequest: it is not registered, or no longer.
         """
-        with self._lock:
-            if not isinstance(prefix, RegisteredPrefix) or self._prefixes.get(prefix.name) is not prefix:
-                raise InvalidRequest(
-                    f"prefix={shown(prefix)} is not one that register_prefix gave and that is registered"
-                )
-            del self._prefixes[prefix.name]
-            if prefix.num_blocks:
-                self.allocator.unpin(prefix.name)
+        self._prefixes.unregister(prefix)
 
     def reset_prefix_cache(self) -> None:
         """Forgets the content of all cached blocks.
@@ -458,7 +396,59 @@ class Engine:
             BlocksInUse: requests run, or prefixes are registered; nothing is changed then.
         """
         with self._lock:
-            self.allocator.reset_prefix_cache()
+            self.scheduler.reset_prefix_cache()
+
+    @property
+    def prefixes(self) -> list[RegisteredPrefix]:
+        """The registered prefixes."""
+        return list(self._prefixes.by_name.values())
+
+    # ------------------------------------------------------------------ snapshots
+
+    def save(self, path: str | Path, keep_kv: bool = True) -> Path:
+        """Writes a snapshot of all requests, so that `restore` goes on with the tokens they would have got.
+
+        The step in flight, if there is one, is waited for. The snapshot is there wholly or not at all; it is checked
+        when it is read. The last two of a folder are kept.
+
+        Args:
+            path: folder for snapshots, of this engine alone.
+            keep_kv: False saves requests and tokens only, and has K and V computed again: small, and slower to resume.
+
+        Returns:
+            The snapshot's own folder, below `path`.
+
+        Raises:
+            SnapshotError: it could not be written; the engine is as it was.
+        """
+        with self._lock:
+            self._settle()
+            state, arrays = engine_state(self, keep_kv)
+            try:
+                return write_snapshot(Path(path), state, arrays)
+            except OSError as error:
+                raise SnapshotError(f"no snapshot was written to {path}: {error.strerror or error}") from error
+
+    @classmethod
+    def restore(
+        cls,
+        path: str | Path,
+        model: LoadedModel | None = None,
+        config: EngineConfig | None = None,
+        progress: bool = True,
+    ) -> Engine:
+        """An engine that goes on where a saved one was. Outputs that nobody had received come with its first step.
+
+        Args:
+            path: what `save` was given, of which the newest whole snapshot is taken, or what it returned.
+            model: the model, where the snapshot's record of its source does not do to load it.
+            config: None is the one recorded; another one must agree with it in all that requests depend on.
+            progress: as in `Engine`.
+
+        Raises:
+            SnapshotError: there is no whole snapshot, or it is of another version, model or configuration.
+        """
+        return restore_engine(cls, Path(path), model, config, progress)
 
     # ------------------------------------------------------------------ looking inside
 

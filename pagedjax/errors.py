@@ -70,3 +70,7 @@ class DownloadError(PagedJaxError):
 
 class SnapshotError(PagedJaxError, ValueError):
     """A snapshot of host state is not of a form that `restore()` can read."""
+
+
+class LogError(PagedJaxError, ValueError):
+    """A log of events that cannot be read: no log, one of another version, or damaged in the middle."""

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import time
-from dataclasses import replace
-from typing import TYPE_CHECKING
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
 
 from pagedjax.detokenizer import Detokenizer, cut_at_stop, num_held_chars
 from pagedjax.device.runner import PromptRows, RowLogprobs
 from pagedjax.host.beam import Hypothesis
 from pagedjax.host.plan import ScheduledChunk
+from pagedjax.output_data import dump_logprobs, load_logprobs, load_metrics
 from pagedjax.request import (
     CompletionOutput,
     Logprob,
@@ -44,12 +45,27 @@ class SampleTracker:
     def fork(self, sequence: Sequence) -> SampleTracker:
         """A tracker for a sequence that goes on from this one's tokens."""
         child = SampleTracker(sequence, self._tokenizer)
-        if child._detokenizer is not None:
-            for token_id in sequence.token_ids[sequence.prompt_len :]:
-                child._detokenizer.append(token_id)
+        child._replay_tokens()
         child._text, child._cumulative = self._text, self._cumulative
         child._logprobs = None if self._logprobs is None else list(self._logprobs)
         return child
+
+    def snapshot(self) -> dict[str, Any]:
+        """As plain data, but for the tokens, which the sequence has."""
+        logprobs = None if self._logprobs is None else [dump_logprobs(entry) for entry in self._logprobs]
+        return {"text": self._text, "logprobs": logprobs, "cumulative": self._cumulative}
+
+    def restore(self, data: dict[str, Any]) -> None:
+        """Takes over a snapshot of a tracker of the same sequence."""
+        self._replay_tokens()
+        logprobs = data["logprobs"]
+        self._text, self._cumulative = data["text"], data["cumulative"]
+        self._logprobs = None if logprobs is None else [load_logprobs(entry) for entry in logprobs]
+
+    def _replay_tokens(self) -> None:
+        if self._detokenizer is not None:
+            for token_id in self.sequence.token_ids[self.sequence.prompt_len :]:
+                self._detokenizer.append(token_id)
 
     def add_token(self, token_id: int, logprobs: RowLogprobs | None) -> str | None:
         """Takes a sampled token; returns the stop string that it completed, if any."""
@@ -126,6 +142,24 @@ class RequestTracker:
         child.metrics.num_cached_tokens = self.metrics.num_cached_tokens
         child._prompt_logprobs = None if self._prompt_logprobs is None else list(self._prompt_logprobs)
         return child
+
+    def snapshot(self) -> dict[str, Any]:
+        """As plain data, but for what the scheduler knows of the request."""
+        logprobs = self._prompt_logprobs
+        return {
+            "metrics": asdict(self.metrics),
+            "samples": [[seq_id, sample.snapshot()] for seq_id, sample in self.samples.items()],
+            "prompt_logprobs": None if logprobs is None else [entry and dump_logprobs(entry) for entry in logprobs],
+        }
+
+    def restore(self, data: dict[str, Any], seconds: float) -> None:
+        """Takes over a snapshot of a tracker of the same request, on a clock that is so many seconds ahead."""
+        self.metrics = load_metrics(data["metrics"], seconds)
+        self.request.arrival_time += seconds
+        for seq_id, sample in data["samples"]:
+            self.samples[seq_id].restore(sample)
+        logprobs = data["prompt_logprobs"]
+        self._prompt_logprobs = None if logprobs is None else [entry and load_logprobs(entry) for entry in logprobs]
 
     def add_token(self, seq_id: int, token_id: int, logprobs: RowLogprobs | None) -> str | None:
         """Takes a sampled token; returns the stop string that it completed, if any."""

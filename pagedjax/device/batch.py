@@ -5,6 +5,7 @@ Two kinds of program are compiled: the backbone by number of tokens, the head by
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,9 @@ from pagedjax.params import MAX_BEAM_WIDTH
 
 LOGIT_BYTES = 8 << 20
 """Float32 logits of one head program at most (bytes), so that its temporaries stay small beside the pool."""
+
+STAGING_BYTES = 128 << 20
+"""Blocks that one call moves to the host or back at most (bytes): they are held once more meanwhile."""
 
 
 class Batch(struct.PyTreeNode):
@@ -65,6 +69,28 @@ def beam_buckets(max_num_seqs: int) -> tuple[int, ...]:
 def copy_buckets(max_num_seqs: int) -> tuple[int, ...]:
     """Numbers of blocks that one call copies: at most one for every sequence."""
     return _sizes_up_to(max_num_seqs, first=4, base=8)
+
+
+def swap_buckets(num_blocks: int, bytes_per_block: int) -> tuple[int, ...]:
+    """Numbers of blocks that one call moves to the host or back; a step that moves more makes several calls.
+
+    Args:
+        num_blocks: that there are to move.
+    """
+    return _sizes_up_to(min(num_blocks, max(1, STAGING_BYTES // bytes_per_block)), first=4, base=8)
+
+
+def independent(copies: Sequence[tuple[int, int]]) -> list[list[tuple[int, int]]]:
+    """Cuts (source, destination) pairs, which are in order, where a destination was used before in the same part."""
+    parts: list[list[tuple[int, int]]] = []
+    used: set[int] = set()
+    for source, destination in copies:
+        if not parts or destination in used:
+            parts.append([])
+            used = set()
+        parts[-1].append((source, destination))
+        used |= {source, destination}
+    return parts
 
 
 def bucket_for(size: int, buckets: tuple[int, ...]) -> int:

@@ -6,7 +6,7 @@ blocks; the arrays hold one more.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import jax
 import jax.numpy as jnp
@@ -14,6 +14,7 @@ from flax import struct
 from jaxtyping import Array, Float, Real
 
 from pagedjax.config import QUANTIZED_KV_CACHE_DTYPES, EngineConfig, ModelConfig
+from pagedjax.device.batch import STAGING_BYTES
 from pagedjax.device.memory import HOST_BYTES_PER_BLOCK, FreeMemory, check_needs, in_bytes, plan_needs
 from pagedjax.errors import ConfigError
 
@@ -120,11 +121,13 @@ class PoolInfo:
         num_blocks: usable blocks.
         layout: how they are stored.
         chosen_by: one sentence for people.
+        num_host_blocks: blocks of the swap space.
     """
 
     num_blocks: int
     layout: PoolLayout
     chosen_by: str
+    num_host_blocks: int = 0
 
     @property
     def block_size(self) -> int:
@@ -140,6 +143,11 @@ class PoolInfo:
     def pool_bytes(self) -> int:
         """Bytes of the arrays, the null block included."""
         return (self.num_blocks + 1) * self.bytes_per_block
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes of the swap space."""
+        return self.num_host_blocks * self.bytes_per_block
 
     @property
     def num_slots(self) -> int:
@@ -160,12 +168,34 @@ def plan_pool(
     """
     beside = check_needs(plan_needs(config, model, max_model_len), free)
     layout = PoolLayout.of(model, config, backend)
+    num_host_blocks = _host_blocks(config, layout.bytes_per_block, free.host - (beside if free.shared else 0))
+    if num_host_blocks:
+        staged = min(STAGING_BYTES, num_host_blocks * layout.bytes_per_block)
+        beside += staged + (num_host_blocks * layout.bytes_per_block + staged if free.shared else 0)
     if config.num_blocks is not None:
-        pool = PoolInfo(config.num_blocks, layout, f"num_blocks={config.num_blocks}")
+        pool = PoolInfo(config.num_blocks, layout, f"num_blocks={config.num_blocks}", num_host_blocks)
     else:
-        pool = _pool_of_bytes(config, layout, max_model_len, free.device - beside)
+        pool = replace(
+            _pool_of_bytes(config, layout, max_model_len, free.device - beside), num_host_blocks=num_host_blocks
+        )
     _check_fits(pool, free, beside)
     return pool
+
+
+def _host_blocks(config: EngineConfig, bytes_per_block: int, free_bytes: int) -> int:
+    """Blocks of the swap space. Raises ConfigError if it has none, or does not fit into the host's memory."""
+    space = config.swap_space
+    if 0 < space < bytes_per_block:
+        raise ConfigError(
+            f"swap_space={space} leaves no block: one block of {config.block_size} tokens takes {bytes_per_block} "
+            f"bytes; allowed is 0 (no swapping) or at least {bytes_per_block} bytes"
+        )
+    if space > free_bytes:
+        raise ConfigError(
+            f"swap_space={space} is not allowed here: {in_bytes(space)} were asked for, but "
+            f"{in_bytes(max(0, free_bytes))} of host memory are free"
+        )
+    return space // bytes_per_block
 
 
 def _pool_of_bytes(config: EngineConfig, layout: PoolLayout, max_model_len: int, free_bytes: int) -> PoolInfo:

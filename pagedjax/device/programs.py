@@ -19,6 +19,7 @@ from pagedjax.config import ModelConfig
 from pagedjax.device import sampler
 from pagedjax.device.batch import Batch
 from pagedjax.device.beams import best_continuations
+from pagedjax.device.host_pool import gather_packed, scatter_packed
 from pagedjax.device.kv_pool import KVPool
 from pagedjax.device.sampler import ROW_FIELDS, SampleRows, SamplerState
 from pagedjax.host.beam import num_candidates
@@ -135,6 +136,14 @@ class Programs:
         """(pool, src, dst) -> pool, donated."""
         return self._get(f"copy_blocks-{num_copies}", functools.partial(self._lower_copy, num_copies))
 
+    def gather_blocks(self, count: int) -> jax.stages.Compiled:
+        """(pool, ids) -> packed blocks; see `host_pool`."""
+        return self._get(f"gather_blocks-{count}", functools.partial(self._lower_gather, count))
+
+    def scatter_blocks(self, count: int) -> jax.stages.Compiled:
+        """(pool, ids, packed blocks) -> pool, donated."""
+        return self._get(f"scatter_blocks-{count}", functools.partial(self._lower_scatter, count))
+
     def set_token_counts(self) -> jax.stages.Compiled:
         """(state, slot, counts) -> state, donated."""
         return self._get("set_token_counts", functools.partial(self._lower_set, sampler.set_token_counts, jnp.int32))
@@ -195,6 +204,16 @@ class Programs:
         name = self.backend.writer
         copy = functools.partial(pallas_kernels.copy_blocks, backend=name)
         return jax.jit(copy, donate_argnums=0).lower(self._shapes[1], _ints(num_copies), _ints(num_copies))
+
+    def _lower_gather(self, count: int) -> jax.stages.Lowered:
+        return jax.jit(gather_packed).lower(self._shapes[1], _ints(count))
+
+    def _lower_scatter(self, count: int) -> jax.stages.Lowered:
+        pool = self._shapes[1]
+        blocks = tuple(
+            jax.ShapeDtypeStruct(a.shape, a.dtype) for a in jax.eval_shape(gather_packed, pool, _ints(count))
+        )
+        return jax.jit(scatter_packed, donate_argnums=0).lower(pool, _ints(count), blocks)
 
     def _lower_set(self, fn: Callable[..., SamplerState], dtype: Any) -> jax.stages.Lowered:
         state, kernel = self._shapes[2:]

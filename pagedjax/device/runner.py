@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 from typing import NamedTuple
 
+import jax
 import numpy as np
 from jaxtyping import Array, Float
 
@@ -16,12 +17,15 @@ from pagedjax.device.batch import (
     beam_buckets,
     bucket_for,
     copy_buckets,
+    independent,
     pad,
     row_buckets,
     row_slices,
+    swap_buckets,
     token_buckets,
 )
 from pagedjax.device.beams import BeamOutput
+from pagedjax.device.host_pool import HostPool
 from pagedjax.device.kv_pool import KVPool, PoolInfo
 from pagedjax.device.programs import Programs
 from pagedjax.device.sampler import SampleOutput, SamplerState, TokenLogprobs
@@ -113,10 +117,13 @@ class Runner:
         self._row_buckets = row_buckets(config.max_num_seqs, model.vocab_size)
         self._beam_buckets = beam_buckets(config.max_num_seqs)
         self._copy_buckets = copy_buckets(config.max_num_seqs)
+        self._swap_buckets = swap_buckets(pool.num_blocks, pool.bytes_per_block)
         max_blocks = -(-max_model_len // config.block_size)
         self._slots = SlotTable(config.max_num_seqs, max_blocks, config.block_size)
         self.state = SamplerState.create(config.max_num_seqs, model.vocab_size)
-        self.pool = KVPool.create(pool.layout, pool.num_blocks)
+        self._layout, self._num_blocks = pool.layout, pool.num_blocks
+        self.pool = KVPool.create(self._layout, self._num_blocks)
+        self.host_pool = HostPool(pool.layout, pool.num_host_blocks, self.pool.k[0].sharding)
         self._min_tokens: dict[int, tuple[int, TokenSequence]] = {}  # slot -> total length at which stops are allowed
         self.programs = Programs(
             model,
@@ -128,6 +135,15 @@ class Runner:
             max_blocks,
         )
 
+    def recover(self) -> None:
+        """Begins with an empty pool, after a call that may have taken the old one, or its content, with it."""
+        self.host_pool.forget()
+        self._min_tokens.clear()
+        for array in jax.tree.leaves((self.pool, self.state)):
+            array.delete()  # there may not be room for two
+        self.pool = KVPool.create(self._layout, self._num_blocks)
+        self.state = SamplerState.create(self._slots.max_num_seqs, self._vocab_size)
+
     def program_calls(self) -> list[Callable[[], object]]:
         """Calls that compile every program any step could need, largest first: those take longest."""
         programs, num_rows = self.programs, self._row_buckets[-1]
@@ -136,6 +152,9 @@ class Runner:
         calls += [partial(programs.select_rows, size, num_rows) for size in self._token_buckets[::-1]]
         calls += [partial(programs.beams, width) for width in self._beam_buckets[::-1]]
         calls += [partial(programs.copy_blocks, size) for size in self._copy_buckets[::-1]]
+        if self.host_pool.nbytes:
+            calls += [partial(programs.gather_blocks, size) for size in self._swap_buckets[::-1]]
+            calls += [partial(programs.scatter_blocks, size) for size in self._swap_buckets[::-1]]
         calls += [partial(programs.prompt_logprobs, num_rows), programs.set_token_counts, programs.set_logit_bias]
         return calls
 
@@ -155,6 +174,40 @@ class Runner:
             print(f"compiled {len(compiled)} programs in {sum(compiled.values()):.0f} s: {listed}", file=sys.stderr)
         return compiled
 
+    def swap(self, plan: StepPlan) -> None:
+        """Dispatches a plan's moves to the host and back: before `execute`, also if there is nothing to execute."""
+        for first, count in row_slices(len(plan.swap_outs), self._swap_buckets):
+            sources, targets = zip(*plan.swap_outs[first : first + count], strict=True)
+            size = bucket_for(count, self._swap_buckets)
+            blocks = self.programs.gather_blocks(size)(self.pool, pad(np.array(sources, np.int32), size))
+            self.host_pool.store(targets, blocks)
+        for first, count in row_slices(len(plan.swap_ins), self._swap_buckets):
+            sources, targets = zip(*plan.swap_ins[first : first + count], strict=True)
+            size = bucket_for(count, self._swap_buckets)
+            blocks = self.host_pool.load(sources, size)
+            self.pool = self.programs.scatter_blocks(size)(self.pool, pad(np.array(targets, np.int32), size), blocks)
+
+    def read_blocks(self, ids: Sequence[int]) -> list[np.ndarray]:
+        """The content of blocks, packed as in `host_pool`, in the host's memory."""
+        parts = []
+        for first, count in row_slices(len(ids), self._swap_buckets):
+            size = bucket_for(count, self._swap_buckets)
+            rows = pad(np.array(ids[first : first + count], np.int32), size)
+            packed = self.programs.gather_blocks(size)(self.pool, rows)
+            parts.append([np.asarray(array)[:count] for array in packed])
+        return [np.concatenate(column) for column in zip(*parts, strict=True)]
+
+    def write_blocks(self, ids: Sequence[int], packed: Sequence[np.ndarray]) -> None:
+        """Inverse of `read_blocks`."""
+        for first, count in row_slices(len(ids), self._swap_buckets):
+            size = bucket_for(count, self._swap_buckets)
+            blocks = tuple(
+                np.concatenate([part, np.zeros((size - count, *part.shape[1:]), part.dtype)])
+                for part in (array[first : first + count] for array in packed)
+            )
+            rows = pad(np.array(ids[first : first + count], np.int32), size)
+            self.pool = self.programs.scatter_blocks(size)(self.pool, rows, blocks)
+
     def execute(
         self, plan: StepPlan, sequences: Mapping[int, TokenSequence], prompt_rows: Sequence[PromptRows] = ()
     ) -> InFlight:
@@ -166,8 +219,8 @@ class Runner:
             prompt_rows: prompt tokens whose logprobs are wanted.
         """
         self._apply_changes(plan, sequences)
-        if plan.copies:
-            self._copy_blocks(plan.copies)
+        for copies in independent(plan.copies):
+            self._copy_blocks(copies)
         batch = self._slots.build_batch(plan, self._token_buckets)
         size = len(batch.token_ids)
         rows, hidden, self.pool = self.programs.backbone(size)(
@@ -203,6 +256,7 @@ class Runner:
             wrong = [chunk.seq_id for chunk, ok in zip(chunks, finite, strict=False) if not ok]
             errors |= dict.fromkeys(wrong, _NOT_FINITE)
             beams.append(_candidates(output, search.num_candidates))
+        self.host_pool.flush()
         prompts = [
             [row for count, part in parts for row in _logprob_rows(count, part)] for parts in step.prompt_logprobs
         ]

@@ -197,6 +197,12 @@ class BlockPool:
         self._count(block)
         return self._hashes.get(block)
 
+    def holding(self) -> list[int]:
+        """Blocks whose content is needed, or could be found: used or cached."""
+        return [
+            block for block in range(1, self.num_blocks + 1) if self._ref_counts[block] > 0 or block in self._cached
+        ]
+
     def unseal(self, block: int) -> None:
         """Lets a block no longer be found; a cached one becomes free. Raises UnknownBlock."""
         self._count(block)

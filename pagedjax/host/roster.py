@@ -192,6 +192,14 @@ class Roster:
         group.spare_slots = [self.free_slots.pop() for _ in range(num_slots - len(members))]
         self._enter(self.running, group)
 
+    def introduce_all(self) -> None:
+        """Lets a device that knows nobody hear of every sequence that runs, with its next tokens."""
+        for group in self.running:
+            for seq in group.unfinished:
+                seq.fresh = True
+                if seq.decode_until:
+                    seq.decode_until = seq.num_computed
+
     def slots_for(self, group: SequenceGroup) -> int:
         """Slots that a group keeps while it runs: a search keeps some for the beams to come."""
         return len(group.unfinished) if group.beam is None else group.request.width

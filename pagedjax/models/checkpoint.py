@@ -78,7 +78,7 @@ def save_checkpoint(
         source: where the weights came from, JSON-able.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with interrupts_deferred(), _quiet_orbax(), ocp.Checkpointer(_handler()) as checkpointer:
+    with interrupts_deferred(), quiet_orbax(), ocp.Checkpointer(_handler()) as checkpointer:
         checkpointer.save((folder / "params").absolute(), args=ocp.args.PyTreeSave(params))
     if tokenizer is not None:
         tokenizer.save_pretrained(folder / "tokenizer")
@@ -94,7 +94,7 @@ def save_checkpoint(
 
 
 @contextmanager
-def _quiet_orbax() -> Iterator[None]:
+def quiet_orbax() -> Iterator[None]:
     """Keeps off stderr what Orbax warns of when one process alone saves: that no other has a part to merge."""
     logger = logging.getLogger("absl")
     level = logger.level

@@ -1,0 +1,102 @@
+"""What of an engine is saved.
+
+Random keys need no state: a token's key is a function of the request's seed, the sample and the position. What the
+device keeps by slot (last tokens, token counts) follows from the tokens, and is told to it anew.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import time
+from dataclasses import asdict, replace
+from typing import TYPE_CHECKING, Any
+
+import jax
+import numpy as np
+
+from pagedjax.config import EngineConfig
+from pagedjax.host.allocator import PagedAllocator
+from pagedjax.host.scheduler import Scheduler
+from pagedjax.output_data import dump_output
+from pagedjax.snapshots.files import Arrays
+
+if TYPE_CHECKING:
+    from pagedjax.engine import Engine
+
+VERSION = 1
+
+
+def engine_state(engine: Engine, keep_kv: bool) -> tuple[dict[str, Any], Arrays]:
+    """An engine without a step in flight as plain data, and the blocks of both its pools as bytes."""
+    scheduler = _settled(engine, keep_kv)
+    state = {
+        "version": VERSION,
+        "model": {
+            "config": asdict(engine.model_config),
+            "source": engine.source,
+            "fingerprint": fingerprint(engine.params),
+        },
+        "config": asdict(recorded_config(engine)),
+        "keep_kv": keep_kv,
+        "clock": time.monotonic(),
+        "num_requests": engine._num_requests,
+        "scheduler": scheduler.snapshot(),
+        "trackers": [[name, tracker.snapshot()] for name, tracker in engine._trackers.by_request.items()],
+        "outputs": [dump_output(output) for output in engine._mail.all()],
+        "prefixes": [asdict(prefix) for prefix in engine.prefixes],
+    }
+    return state, _blocks(engine) if keep_kv else {}
+
+
+def recorded_config(engine: Engine) -> EngineConfig:
+    """The engine's configuration with everything decided that it had left open."""
+    return replace(
+        engine.config,
+        num_blocks=engine.pool_info.num_blocks,
+        pool_bytes=None,
+        max_model_len=engine.max_model_len,
+        prefix_hash_seed=engine.cache_config.prefix_hash_seed,
+    )
+
+
+def fingerprint(params: dict[str, Any]) -> str:
+    """Tells weights apart by a few numbers of each array: SHA-256, in hexadecimal."""
+    digest = hashlib.sha256()
+    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
+        values = np.asarray(leaf[(0,) * (leaf.ndim - 1)])[:64]
+        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode() + values.tobytes())
+    return digest.hexdigest()
+
+
+def _settled(engine: Engine, keep_kv: bool) -> Scheduler:
+    """A scheduler in the engine's state, for which no device knows of any sequence, or of which nothing is computed."""
+    scheduler = Scheduler(engine.scheduler.config, PagedAllocator(engine.cache_config))
+    scheduler.restore(engine.scheduler.snapshot())
+    if keep_kv:
+        scheduler.roster.introduce_all()
+    else:
+        scheduler.recover()
+    return scheduler
+
+
+def _blocks(engine: Engine) -> Arrays:
+    """Bytes of all blocks that hold something: {array: [blocks, bytes]}; nothing of a pool that holds nothing."""
+    arrays: Arrays = {}
+    ids, host_ids = held_blocks(engine.allocator)
+    if ids:
+        arrays |= {f"pool{number}": _bytes(part) for number, part in enumerate(engine.runner.read_blocks(ids))}
+    if host_ids:
+        engine.runner.host_pool.flush()
+        rows = np.array(host_ids) - 1
+        arrays |= {f"host{number}": _bytes(part[rows]) for number, part in enumerate(engine.runner.host_pool.arrays)}
+    return arrays
+
+
+def held_blocks(allocator: PagedAllocator) -> tuple[list[int], list[int]]:
+    """Blocks of the device's pool and of the swap space that hold something, in the order in which they are saved."""
+    host = allocator.swap_space.pool
+    return allocator.pool.holding(), host.holding() if host else []
+
+
+def _bytes(array: np.ndarray) -> np.ndarray:
+    return np.ascontiguousarray(array).view(np.uint8).reshape(len(array), -1)
