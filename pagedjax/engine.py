@@ -295,6 +295,7 @@ class Engine:
         Nothing on the device can be relied on: it may have failed with the pool in its hands.
         """
         self._num_failures += 1
+        self._counters.num_failed_steps += 1
         running = self.scheduler.step_requests()
         self._in_flight = None
         self.scheduler.recover()
@@ -326,6 +327,8 @@ class Engine:
         failed = self._trackers.close_ended() if plan and plan.failed else []
         if plan:
             self.runner.swap(plan)
+            self._counters.swapped_out_blocks += len(plan.swap_outs)
+            self._counters.swapped_in_blocks += len(plan.swap_ins)
         dispatched = self._dispatch(plan) if plan and plan.chunks else None
         finished, self._in_flight = self._in_flight, dispatched
         outputs = failed + (self._complete(finished) if finished else [])

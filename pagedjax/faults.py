@@ -49,7 +49,7 @@ def preempt_every(engine: Engine, steps: int, num_requests: int | None = 1) -> D
 
 
 def fail_allocation(engine: Engine, number: int) -> Disarm:
-    """Lets the allocation of blocks that is the `number`-th from now on, from 1, find none. Once."""
+    """Lets the `number`-th allocation of blocks from now on, from 1, find none, though they were counted."""
     _check_count("number", number)
 
     def fail() -> None:

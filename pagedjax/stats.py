@@ -15,11 +15,13 @@ class EngineStats:
 
     Attributes:
         num_waiting: requests in the queue, now.
+        num_swapped: requests whose blocks are in the swap space, now.
         num_running: sequences that hold blocks, now.
         num_steps: steps dispatched.
         prompt_tokens: prompt tokens computed, again after a preemption; not those found in the prefix cache.
         output_tokens: tokens given to requests, to each sample and each beam.
-        num_preemptions: sequences that lost their blocks.
+        num_preemptions: sequences that lost their blocks, swapped out or to be computed again.
+        num_failed_steps: steps that an error ended, after which everything was computed again.
         host_seconds: in the scheduler, planning and updating.
         prepare_seconds: making arrays and dispatching programs.
         device_wait_seconds: waiting for results.
@@ -35,6 +37,10 @@ class EngineStats:
         saving: 1 - physical / logical, now; 0 where nothing runs.
         mean_saving: 1 - 1 / (mean over steps of logical / physical), as in the paper's Fig. 15.
         copied_blocks: blocks copied on write.
+        num_host_blocks: blocks of the swap space.
+        host_blocks: of these, those that hold a swapped sequence's tokens, now.
+        swapped_out_blocks: blocks moved to the swap space.
+        swapped_in_blocks: blocks moved back.
         cached_blocks: blocks that nobody refers to, but whose content can still be found, now.
         prefix_queries: sequences that looked for their beginning in the prefix cache when they were admitted.
         prefix_query_tokens: tokens of those.
@@ -44,11 +50,13 @@ class EngineStats:
     """
 
     num_waiting: int
+    num_swapped: int
     num_running: int
     num_steps: int
     prompt_tokens: int
     output_tokens: int
     num_preemptions: int
+    num_failed_steps: int
     host_seconds: float
     prepare_seconds: float
     device_wait_seconds: float
@@ -64,6 +72,10 @@ class EngineStats:
     saving: float
     mean_saving: float
     copied_blocks: int
+    num_host_blocks: int
+    host_blocks: int
+    swapped_out_blocks: int
+    swapped_in_blocks: int
     cached_blocks: int
     prefix_queries: int
     prefix_query_tokens: int
@@ -90,6 +102,9 @@ class Counters:
     prompt_tokens: int = 0
     output_tokens: int = 0
     copied_blocks: int = 0
+    swapped_out_blocks: int = 0
+    swapped_in_blocks: int = 0
+    num_failed_steps: int = 0
     host_seconds: float = 0.0
     prepare_seconds: float = 0.0
     device_wait_seconds: float = 0.0
@@ -130,11 +145,13 @@ class Counters:
         prefix = allocator.prefix_stats
         return EngineStats(
             num_waiting=scheduler.num_waiting,
+            num_swapped=scheduler.num_swapped,
             num_running=scheduler.num_running,
             num_steps=self.num_steps,
             prompt_tokens=self.prompt_tokens,
             output_tokens=self.output_tokens,
             num_preemptions=scheduler.num_preemptions - self.num_preemptions,
+            num_failed_steps=self.num_failed_steps,
             host_seconds=self.host_seconds,
             prepare_seconds=self.prepare_seconds,
             device_wait_seconds=self.device_wait_seconds,
@@ -150,6 +167,10 @@ class Counters:
             saving=1 - physical / logical if logical else 0.0,
             mean_saving=1 - self.num_sharing / self.sharing_sum if self.num_sharing else 0.0,
             copied_blocks=self.copied_blocks,
+            num_host_blocks=allocator.swap_space.num_blocks,
+            host_blocks=allocator.swap_space.num_used,
+            swapped_out_blocks=self.swapped_out_blocks,
+            swapped_in_blocks=self.swapped_in_blocks,
             cached_blocks=allocator.pool.num_cached,
             prefix_queries=prefix.queries - self.prefix.queries,
             prefix_query_tokens=prefix.query_tokens - self.prefix.query_tokens,

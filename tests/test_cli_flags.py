@@ -24,11 +24,16 @@ ENGINE = {
     "enable_chunked_prefill": (["--no-enable-chunked-prefill"], False),
     "enable_prefix_caching": (["--enable-prefix-caching"], True),
     "prefix_hash_seed": (["--prefix-hash-seed", "7"], 7),
+    "preemption": (["--preemption", "recompute"], "recompute"),
+    "swap_space": (["--swap-space", "1048576"], 1048576),
     "watermark": (["--watermark", "0.5"], 0.5),
     "attention_backend": (["--attention-backend", "triton"], "triton"),
     "attention_interpret": (["--attention-interpret"], True),
     "overlap": (["--no-overlap"], False),
     "seed": (["--engine-seed", "5"], 5),
+    "event_log": (["--event-log", "run.log"], "run.log"),
+    "snapshot_path": (["--snapshot-path", "a", "--snapshot-every", "9"], "a"),
+    "snapshot_every": (["--snapshot-path", "a", "--snapshot-every", "9"], 9),
 }
 SAMPLING = {
     "n": (["--n", "3"], 3),

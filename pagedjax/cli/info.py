@@ -95,6 +95,11 @@ def _model(name: str, engine: Engine) -> dict[str, object]:
         "num_blocks": pool.num_blocks,
         "pool_mib": _mib(pool.pool_bytes),
         "pool_size_from": pool.chosen_by,
+        "preemption": engine.config.preemption,
+        "num_host_blocks": pool.num_host_blocks,
+        "pool_bytes": pool.pool_bytes,
+        "swap_space_bytes": pool.host_bytes,
+        "kv_bytes": pool.pool_bytes + pool.host_bytes,
     }
 
 

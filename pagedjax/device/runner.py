@@ -117,6 +117,7 @@ class Runner:
         self._row_buckets = row_buckets(config.max_num_seqs, model.vocab_size)
         self._beam_buckets = beam_buckets(config.max_num_seqs)
         self._copy_buckets = copy_buckets(config.max_num_seqs)
+        self._moves_blocks = pool.num_host_blocks > 0 or config.snapshot_path is not None
         self._swap_buckets = swap_buckets(pool.num_blocks, pool.bytes_per_block)
         max_blocks = -(-max_model_len // config.block_size)
         self._slots = SlotTable(config.max_num_seqs, max_blocks, config.block_size)
@@ -152,7 +153,7 @@ class Runner:
         calls += [partial(programs.select_rows, size, num_rows) for size in self._token_buckets[::-1]]
         calls += [partial(programs.beams, width) for width in self._beam_buckets[::-1]]
         calls += [partial(programs.copy_blocks, size) for size in self._copy_buckets[::-1]]
-        if self.host_pool.nbytes:
+        if self._moves_blocks:
             calls += [partial(programs.gather_blocks, size) for size in self._swap_buckets[::-1]]
             calls += [partial(programs.scatter_blocks, size) for size in self._swap_buckets[::-1]]
         calls += [partial(programs.prompt_logprobs, num_rows), programs.set_token_counts, programs.set_logit_bias]

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 from pagedjax.config import CacheConfig
 from pagedjax.errors import InvariantError, OutOfBlocks, SnapshotError
-from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.block_pool import BlockPool, counted_before
 from pagedjax.host.block_table import BlockTable, Growth, check_tables, dump_tables, load_tables, num_blocks_for
 from pagedjax.host.prefix import BlockHash, extend_chain, root_hash
 from pagedjax.host.protocol import Admission, KVAllocator, KVUsage
@@ -97,7 +97,8 @@ class PagedAllocator:
             )
         for share in shares:  # before anything is allocated, which could evict them
             pool.share(share.cached)
-        return [self._admit(seq, share) for seq, share in zip(sequences, shares, strict=True)]
+        with counted_before():
+            return [self._admit(seq, share) for seq, share in zip(sequences, shares, strict=True)]
 
     def _admit(self, sequence: Sequence, share: _Share) -> Admission:
         assert sequence.seq_id not in self._tables, f"sequence {sequence.seq_id} is admitted already"

@@ -7,7 +7,8 @@ its content is kept until the block is needed (paper section 4.3; sharing, secti
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 from pagedjax.config import require
@@ -18,6 +19,15 @@ NULL_BLOCK = 0
 """Never handed out: padding reads and writes land there."""
 
 _NEVER_USED = -1
+
+
+@contextmanager
+def counted_before() -> Iterator[None]:
+    """For allocations whose blocks were counted and are there: running out of them is a bug, not a full pool."""
+    try:
+        yield
+    except OutOfBlocks as error:
+        raise InvariantError(f"the free blocks were counted, and still: {error}") from error
 
 
 class BlockPool:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from pagedjax.errors import InvariantError, OutOfBlocks, SnapshotError
-from pagedjax.host.block_pool import BlockPool
+from pagedjax.host.block_pool import BlockPool, counted_before
 from pagedjax.host.block_table import Tables, check_tables, dump_tables, load_tables, num_blocks_for
 
 Moves = list[tuple[int, int]]
@@ -92,7 +92,8 @@ class SwapSpace:
                 f"{needed} blocks were asked for, but {target.num_free} of {target.num_blocks} are free{keeping}"
             )
         target.share(list(found.values()))  # before anything is allocated, which could evict them
-        twins = found | dict(zip(new, target.allocate(len(new)), strict=True))
+        with counted_before():
+            twins = found | dict(zip(new, target.allocate(len(new)), strict=True))
         filled = {
             block
             for seq_id, table in tables.items()

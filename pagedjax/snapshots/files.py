@@ -14,6 +14,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,8 +67,9 @@ def write_snapshot(root: Path, state: dict[str, Any], arrays: Arrays) -> Path:
             _sync(root)
     except Exception as error:
         shutil.rmtree(unfinished, ignore_errors=True)
-        if isinstance(error, OSError) or _is_about_writing(error):
-            raise OSError(getattr(error, "errno", None), f"{error}") from error
+        code = re.search(r"os_error_code='(\d+)'", str(error))
+        if code and not isinstance(error, OSError):  # TensorStore's are ValueErrors
+            raise OSError(int(code[1]), os.strerror(int(code[1]))) from error
         raise
     for old in before[: len(before) + 1 - KEPT]:
         shutil.rmtree(old, ignore_errors=True)
@@ -132,11 +134,6 @@ def _read_arrays(folder: Path) -> Arrays:
 
 def _handler() -> ocp.PyTreeCheckpointHandler:
     return ocp.PyTreeCheckpointHandler(use_ocdbt=False, use_compression=False)
-
-
-def _is_about_writing(error: Exception) -> bool:
-    """Whether an error of TensorStore's, which are ValueErrors, is the file system's."""
-    return isinstance(error, ValueError) and any(word in str(error) for word in ("OS error", "No space", "RESOURCE_"))
 
 
 def _files(folder: Path) -> Iterator[Path]:

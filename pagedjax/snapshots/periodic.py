@@ -48,5 +48,6 @@ class PeriodicSnapshots:
         self._saved_at = num_steps
         try:
             self._save(self._path)
-        except SnapshotError as error:
-            warnings.warn(f"{error}; the run goes on", RuntimeWarning, stacklevel=2)
+        except Exception as error:  # whatever it is, it must not end a run of hours
+            said = str(error) if isinstance(error, SnapshotError) else f"no snapshot was written: {error!r}"
+            warnings.warn(f"{said}; the run goes on", RuntimeWarning, stacklevel=2)

@@ -63,7 +63,8 @@ def fingerprint(params: dict[str, Any]) -> str:
     """Tells weights apart by a few numbers of each array: SHA-256, in hexadecimal."""
     digest = hashlib.sha256()
     for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        values = np.asarray(leaf[(0,) * (leaf.ndim - 1)])[:64]
+        on_cpu = next(iter(leaf.devices())).platform == "cpu"  # where nothing need be copied, nor compiled
+        values = np.asarray((np.asarray(leaf) if on_cpu else leaf)[(0,) * (leaf.ndim - 1)])[:64]
         digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode() + values.tobytes())
     return digest.hexdigest()
 

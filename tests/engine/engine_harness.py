@@ -39,10 +39,12 @@ class Shared:
     """Makes engines that share their compiled programs, where those would be the same."""
 
     def engine(self, model: LoadedModel, config: EngineConfig) -> Engine:
-        engine = Engine(model, config, progress=False)
-        info, programs = engine.pool_info, engine.runner.programs
+        return self.share(Engine(model, config, progress=False))
+
+    def share(self, engine: Engine) -> Engine:
+        info, config, programs = engine.pool_info, engine.config, engine.runner.programs
         shapes = (info.num_blocks, info.layout, config.dtype, config.max_num_seqs, engine.max_model_len)
-        programs._compiled = _PROGRAMS.setdefault((model.config, programs.backend, *shapes), {})
+        programs._compiled = _PROGRAMS.setdefault((engine.model_config, programs.backend, *shapes), {})
         return engine
 
 
@@ -55,6 +57,10 @@ class Runs:
 
     def engine(self, **config: Any) -> Engine:
         return self._shared.engine(self.model, self.config(**config))
+
+    def share(self, engine: Engine) -> Engine:
+        """An engine that was made otherwise, with the programs of those like it."""
+        return self._shared.share(engine)
 
     def fresh_engine(self, **config: Any) -> Engine:
         """One that has compiled nothing yet."""

@@ -1,0 +1,175 @@
+"""A step that fails leaves the engine usable: its requests are computed again, or end with the error; nothing leaks."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import pytest
+from engine_harness import Runs, drain
+
+from pagedjax import faults
+from pagedjax.engine import Engine
+from pagedjax.errors import ConfigError, EngineDead
+from pagedjax.request import BeamSearchParams, RequestOutput, SamplingParams
+
+SAMPLES = SamplingParams(n=3, max_tokens=14, temperature=1.0, seed=5, ignore_eos=True, logprobs=1)
+PARAMS: list[Any] = [SAMPLES, BeamSearchParams(3, 10), SamplingParams(max_tokens=18, temperature=0.0, ignore_eos=True)]
+OUT_OF_MEMORY = jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+
+def results(outputs: list[RequestOutput]) -> list[list[Any]]:
+    return [[(c.token_ids, c.finish_reason) for c in output.outputs] for output in outputs]
+
+
+@pytest.fixture(scope="module")
+def prompts(runs: Runs) -> list[list[int]]:
+    return runs.prompts(13, 6, 17)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(runs: Runs, prompts: list[list[int]]) -> list[list[Any]]:
+    return results(runs.run(runs.engine(), prompts, PARAMS))
+
+
+def assert_nothing_leaked(engine: Engine) -> None:
+    stats = engine.stats()
+    assert (stats.num_running, stats.num_waiting, stats.num_swapped, stats.host_blocks) == (0, 0, 0, 0)
+    assert stats.usage.free == engine.pool_info.num_slots
+    assert sorted(engine.scheduler.roster.free_slots) == list(range(1, engine.config.max_num_seqs + 1))
+
+
+@pytest.mark.parametrize("moment", faults.MOMENTS)
+@pytest.mark.parametrize("error", [RuntimeError("boom"), OUT_OF_MEMORY, MemoryError()], ids=["bug", "device", "host"])
+def test_a_step_that_fails_once_changes_no_token(
+    runs: Runs, prompts: list[list[int]], undisturbed: list[list[Any]], moment: str, error: Exception
+) -> None:
+    engine = runs.engine(enable_prefix_caching=True, preemption="swap", swap_space=1 << 20, num_blocks=30)
+    for step in (1, 4, 9):
+        faults.raise_in_step(engine, step, error, moment)
+    outputs = runs.run(engine, prompts, PARAMS)
+    assert results(outputs) == undisturbed
+    assert engine.stats().num_failed_steps == 3
+    assert len(outputs[0].outputs[0].logprobs or ()) == SAMPLES.max_tokens
+    assert_nothing_leaked(engine)
+
+
+def test_what_failed_is_logged_with_its_traceback(runs: Runs, caplog: pytest.LogCaptureFixture) -> None:
+    engine = runs.engine()
+    faults.raise_in_step(engine, 2, RuntimeError("boom"))
+    runs.run(engine, runs.prompts(5), PARAMS[2])
+    (record,) = [record for record in caplog.records if record.name == "pagedjax"]
+    assert record.getMessage() == "a step with 1 request(s) failed; all requests are computed again"
+    assert record.exc_info and str(record.exc_info[1]) == "boom"
+
+
+@pytest.mark.parametrize("number", range(1, 12, 2))
+def test_an_allocation_that_fails(
+    runs: Runs, prompts: list[list[int]], undisturbed: list[list[Any]], number: int
+) -> None:
+    engine = runs.engine()
+    faults.fail_allocation(engine, number)
+    assert results(runs.run(engine, prompts, PARAMS)) == undisturbed
+    assert engine.stats().num_failed_steps == 1
+    assert_nothing_leaked(engine)
+
+
+def test_a_step_that_fails_twice_ends_its_requests_and_the_others_go_on(
+    runs: Runs, prompts: list[list[int]], undisturbed: list[list[Any]]
+) -> None:
+    engine = runs.engine(max_num_seqs=4)
+    faults.raise_in_step(engine, 4, OUT_OF_MEMORY, times=2)
+    outputs = runs.run(engine, prompts, PARAMS)
+    assert {c.finish_reason for c in outputs[0].outputs} == {"error"}
+    assert outputs[0].outputs[0].stop_reason == (
+        "the step failed: JaxRuntimeError: RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes"
+    )
+    assert results(outputs)[1:] == undisturbed[1:]
+    assert_nothing_leaked(engine)
+
+
+def test_an_engine_whose_every_step_fails_ends_all_requests(runs: Runs, prompts: list[list[int]]) -> None:
+    for moment in faults.MOMENTS:
+        engine = runs.engine(max_num_seqs=4)
+        disarm = faults.raise_in_step(engine, 1, RuntimeError("boom"), moment, times=10**6)
+        outputs = runs.run(engine, prompts, PARAMS)
+        assert {c.finish_reason for output in outputs for c in output.outputs} == {"error"}
+        assert_nothing_leaked(engine)
+        disarm()
+        assert runs.run(engine, prompts, PARAMS)[2].outputs[0].finish_reason == "length"
+
+
+def test_a_device_that_takes_the_pool_with_it(
+    runs: Runs, prompts: list[list[int]], undisturbed: list[list[Any]]
+) -> None:
+    engine = runs.engine()
+    execute = engine.runner.execute
+    calls = 0
+
+    def lose_the_pool(*args: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        step = execute(*args)
+        if calls == 5:
+            for array in jax.tree.leaves((engine.runner.pool, engine.runner.state)):
+                array.delete()
+            raise OUT_OF_MEMORY
+        return step
+
+    engine.runner.execute = lose_the_pool  # type: ignore[method-assign]
+    assert results(runs.run(engine, prompts, PARAMS)) == undisturbed
+    assert_nothing_leaked(engine)
+
+
+@pytest.mark.parametrize("caching", [False, True])
+def test_registered_prefixes_are_computed_again(runs: Runs, caching: bool) -> None:
+    engine = runs.engine(enable_prefix_caching=caching)
+    (tokens,) = runs.prompts(12)
+    prefix = engine.register_prefix({"prompt_token_ids": tokens})
+    other = engine.register_prefix({"prompt_token_ids": tokens[::-1]})
+    prompt = [*tokens, 5, 6]
+    expected = results(runs.run(engine, [prompt], PARAMS[2]))
+    faults.raise_in_step(engine, 3, RuntimeError("boom"))
+    outputs = runs.run(engine, [prompt], PARAMS[2])
+    assert results(outputs) == expected
+    for _ in drain(engine):
+        pass
+    assert sorted(engine.allocator.pins()) == sorted([prefix.name, other.name])
+    again = runs.run(engine, [prompt], PARAMS[2])[0]
+    assert again.metrics and again.metrics.num_cached_tokens == 12
+    assert results([again]) == expected
+    engine.unregister_prefix(prefix)
+    engine.unregister_prefix(other)
+    assert_nothing_leaked(engine)
+
+
+def test_a_prefix_can_be_unregistered_before_it_is_there_again(runs: Runs) -> None:
+    engine = runs.engine()
+    prefix = engine.register_prefix({"prompt_token_ids": runs.prompts(12)[0]})
+    engine.add_request({"prompt_token_ids": [1, 2, 3]}, PARAMS[2])
+    faults.raise_in_step(engine, 1, RuntimeError("boom"))
+    engine.step()
+    assert engine.is_unfinished(prefix.name)
+    engine.unregister_prefix(prefix)
+    names = {output.request_id for output in drain(engine)}
+    assert prefix.name not in names and not engine.allocator.pins()
+    assert_nothing_leaked(engine)
+
+
+def test_an_interrupt_that_insists_still_ends_the_engine(runs: Runs) -> None:
+    engine = runs.engine()
+    faults.raise_in_step(engine, 1, KeyboardInterrupt())
+    engine.add_request({"prompt_token_ids": [1, 2, 3]})
+    with pytest.raises(KeyboardInterrupt):
+        engine.step()
+    with pytest.raises(EngineDead):
+        engine.step()
+
+
+def test_faults_say_what_they_take(runs: Runs) -> None:
+    engine = runs.engine()
+    with pytest.raises(ConfigError, match="moment='later' is not allowed: moment must be one of schedule, dispatch"):
+        faults.raise_in_step(engine, 1, RuntimeError(), "later")
+    for arm in (faults.preempt_every, faults.fail_allocation, faults.kill_in_step):
+        with pytest.raises(ConfigError, match="=0 is not allowed: .* an integer of at least 1"):
+            arm(engine, 0)
