@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 from engine_harness import Shared
 
+from pagedjax import faults
 from pagedjax.config import EngineConfig
 from pagedjax.engine import Engine
 from pagedjax.models.loader import LoadedModel
@@ -57,6 +58,14 @@ def test_greedy_tokens_are_those_of_transformers(
     for case, output in zip(golden["greedy"], run(engine, golden["greedy"], GREEDY), strict=True):
         assert output.outputs[0].token_ids == case["output_ids"], case["prompt"]
     assert (engine.stats().num_preemptions > 0) == (num_slots == 224)
+
+
+def test_swapping_keeps_the_tokens_of_transformers(smollm2: LoadedModel, golden: dict[str, Any]) -> None:
+    engine = make(smollm2, max_num_batched_tokens=64, preemption="swap", swap_space=64 << 20)
+    faults.preempt_every(engine, 5, num_requests=2)
+    for case, output in zip(golden["greedy"], run(engine, golden["greedy"], GREEDY), strict=True):
+        assert output.outputs[0].token_ids == case["output_ids"], case["prompt"]
+    assert engine.stats().swapped_in_blocks > 50
 
 
 @pytest.mark.jax_matrix

@@ -19,8 +19,8 @@ from pagedjax.errors import ConfigError, ModelError, SnapshotError
 from pagedjax.models.llama import init_params
 from pagedjax.models.loader import LoadedModel
 from pagedjax.request import BeamSearchParams, RequestOutput, SamplingParams
-from pagedjax.snapshots import list_snapshots
 from pagedjax.snapshots import files as snapshot_files
+from pagedjax.snapshots import list_snapshots
 
 SAMPLES = SamplingParams(n=3, max_tokens=18, temperature=1.0, seed=5, ignore_eos=True, logprobs=1)
 BEAMS = BeamSearchParams(beam_width=4, max_tokens=12)
