@@ -69,6 +69,28 @@ def test_info_counts_bytes_and_names_what_runs(model: str, tmp_path: Path, capsy
     assert all(name in capsys.readouterr().out for name in ["cache_folder"])
 
 
+def test_info_says_what_both_pools_take(model: str, tmp_path: Path) -> None:
+    file, block = tmp_path / "info.json", 2 * 2 * 2 * 4 * 16 * 4
+    size = ["--num-blocks", "10", "--block-size", "4", "--swap-space", str(7 * block + 5)]
+    assert main(["info", "--model", model, *size, "--json", str(file)]) == 0
+    (row,) = json.loads(file.read_text())
+    assert (row["preemption"], row["num_host_blocks"]) == ("auto", 7)
+    assert (row["pool_bytes"], row["swap_space_bytes"], row["kv_bytes"]) == (11 * block, 7 * block, 18 * block)
+
+
+def test_a_run_that_was_logged_is_replayed_and_drawn(
+    model: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    log, trace = str(tmp_path / "run.log"), tmp_path / "trace.json"
+    pressed = ["--num-blocks", "6", "--block-size", "4", "--max-model-len", "64", "--preemption", "swap"]
+    pressed += ["--swap-space", "65536", "--max-tokens", "14", "--ignore-eos", "--event-log", log]
+    assert main(["generate", "hello", "world", "--model", model, *pressed]) == 0
+    assert main(["replay", log, "--trace", str(trace), "--check-invariants"]) == 0
+    assert "same_plans" in capsys.readouterr().out
+    events = json.loads(trace.read_text())["traceEvents"]
+    assert {"prefill", "decode", "swapped", "waiting"} <= {event["name"] for event in events}
+
+
 def test_info_tells_what_it_can_of_a_model_that_cannot_be_loaded(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["info", "--model", "no-such-model"]) == 1
     captured = capsys.readouterr()

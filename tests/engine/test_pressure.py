@@ -12,6 +12,7 @@ from engine_harness import Runs, drain
 
 from pagedjax import faults
 from pagedjax.config import EngineConfig
+from pagedjax.device import host_pool
 from pagedjax.engine import Engine
 from pagedjax.errors import ConfigError
 from pagedjax.llm import LLM
@@ -100,6 +101,17 @@ def test_a_round_trip_is_bit_exact(runs: Runs, dtype: str) -> None:
     assert plan is not None and plan.swap_ins
     engine.runner.swap(plan)
     assert content(engine, request_id) == before
+
+
+def test_blocks_may_travel_through_pinned_memory(
+    runs: Runs, prompts: list[list[int]], unpressed: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # A CPU has no need of it, but can do it.
+    monkeypatch.setattr(host_pool, "_pinned", lambda sharding: sharding.with_memory_kind(host_pool.PINNED))
+    engine = runs.engine(preemption="swap", swap_space=SPACE, num_blocks=28)
+    outputs = runs.run(engine, prompts, PARAMS)
+    assert [[row[0] for row in rows] for rows in results(outputs)] == [[row[0] for row in r] for r in unpressed]
+    assert engine.stats().swapped_in_blocks
 
 
 def content(engine: Engine, request_id: str) -> list[list[bytes]]:
