@@ -87,7 +87,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._mail = Mailboxes()
         self._snapshots = PeriodicSnapshots.of(self.config, self.save)
-        self._num_failures = 0  # of steps, one after another
+        self._failed_at: dict[str, int] = {}  # tokens known of the requests in the last step that failed
         self._closing: list[str] = []
         self._lock = threading.RLock()
         self._stepping = False
@@ -187,7 +187,7 @@ class Engine:
     def _settle(self) -> None:
         """Takes the results of the step in flight, so that all tokens are known."""
         with self._uninterrupted():
-            self._guarded(lambda: self._complete(step) if (step := self._take_in_flight()) else [])
+            self._guarded(lambda: self._complete(self._take_in_flight()))
 
     def _take_in_flight(self) -> InFlight | None:
         step, self._in_flight = self._in_flight, None
@@ -279,34 +279,36 @@ class Engine:
         if self._snapshots is not None:
             self._snapshots.save_if_due(self.scheduler.num_steps)
 
-    def _guarded(self, step: Callable[[], list[RequestOutput]]) -> None:
-        """Delivers what a step puts out; after an error, which is logged, the engine goes on with what it can save."""
+    def _guarded(self, step: Callable[[], None]) -> None:
+        """Makes a step; after an error, which is logged, the engine goes on with what it can save."""
         try:
-            outputs = step()
-            if outputs:
-                self._num_failures = 0
+            step()
         except Exception as error:
-            outputs = self._recover(error)
+            self._recover(error)
+
+    def _deliver(self, outputs: list[RequestOutput]) -> None:
+        """At once, so that nothing is lost when what comes next fails; of prefixes computed again nobody is told."""
         self._mail.deliver(output for output in outputs if output.request_id not in self._prefixes.by_name)
 
-    def _recover(self, error: Exception) -> list[RequestOutput]:
-        """After a step that failed: all is computed again, and after a second failure the step's requests are ended.
+    def _recover(self, error: Exception) -> None:
+        """After a step that failed: all is computed again, but who got no further since its last failure is ended.
 
         Nothing on the device can be relied on: it may have failed with the pool in its hands.
         """
-        self._num_failures += 1
         self._counters.num_failed_steps += 1
-        running = self.scheduler.step_requests()
+        known = self.scheduler.step_requests()
+        stuck = [request_id for request_id, tokens in known.items() if self._failed_at.get(request_id) == tokens]
+        self._failed_at = known
         self._in_flight = None
         self.scheduler.recover()
         self.runner.recover()
         self._prefixes.compute_again()
-        ends = self._num_failures > 1
-        what = "they end with this error" if ends else "all requests are computed again"
-        _LOG.error("a step with %s request(s) failed; %s", len(running), what, exc_info=error)
-        for request_id in running if ends else ():
+        ended = f"; {len(stuck)} end with this error, which is their second" if stuck else ""
+        message = "a step with %s request(s) failed%s; all others are computed again"
+        _LOG.error(message, len(known), ended, exc_info=error)
+        for request_id in stuck:
             self.scheduler.finish(request_id, "error", f"the step failed: {type(error).__name__}: {error}")
-        return self._trackers.close_ended()
+        self._deliver(self._trackers.close_ended())
 
     @contextlib.contextmanager
     def _uninterrupted(self) -> Iterator[None]:
@@ -320,22 +322,21 @@ class Engine:
             while self._closing:
                 self.close_mailbox(self._closing.pop())
 
-    def _step(self) -> list[RequestOutput]:
+    def _step(self) -> None:
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         self._counters.host_seconds += time.perf_counter() - began
-        failed = self._trackers.close_ended() if plan and plan.failed else []
+        if plan and plan.failed:
+            self._deliver(self._trackers.close_ended())
         if plan:
             self.runner.swap(plan)
             self._counters.swapped_out_blocks += len(plan.swap_outs)
             self._counters.swapped_in_blocks += len(plan.swap_ins)
         dispatched = self._dispatch(plan) if plan and plan.chunks else None
         finished, self._in_flight = self._in_flight, dispatched
-        outputs = failed + (self._complete(finished) if finished else [])
-        if dispatched and not self.config.overlap:
-            self._in_flight = None
-            outputs += self._complete(dispatched)
-        return outputs
+        self._complete(finished)
+        if not self.config.overlap:
+            self._complete(self._take_in_flight())
 
     def _dispatch(self, plan: StepPlan) -> InFlight:
         began, compiled = time.perf_counter(), self.runner.programs.compile_seconds
@@ -351,18 +352,20 @@ class Engine:
         counters.prepare_seconds += time.perf_counter() - began - compiling
         return step
 
-    def _complete(self, step: InFlight) -> list[RequestOutput]:
+    def _complete(self, step: InFlight | None) -> None:
+        """Waits for a step, if there is one, and delivers what it gives."""
+        if step is None:
+            return
         began = time.perf_counter()
         results = self.runner.collect(step)
         collected = time.perf_counter()
         updates = self.scheduler.update(results.result)
         updated = time.perf_counter()
         counters = self._counters
-        outputs = self._trackers.complete(step, results, updates, counters)
+        self._deliver(self._trackers.complete(step, results, updates, counters))
         counters.device_wait_seconds += collected - began
         counters.host_seconds += updated - collected
         counters.output_seconds += time.perf_counter() - updated
-        return outputs
 
     # ------------------------------------------------------------------ prefixes
 

@@ -278,11 +278,11 @@ class Scheduler:
 
     # ------------------------------------------------------------------ checks and snapshots
 
-    def step_requests(self) -> list[str]:
-        """Requests that a step which failed may have failed for: those that run, else the next that would."""
+    def step_requests(self) -> dict[str, int]:
+        """Requests for which a step may have failed: those that run, else the next that would; and their tokens."""
         roster = self.roster
         groups = roster.running or [*roster.swapped, *roster.waiting][:1]
-        return [group.request.request_id for group in groups]
+        return {group.request.request_id: sum(len(seq.token_ids) for seq in group.sequences) for group in groups}
 
     def recover(self) -> None:
         """Forgets the steps in flight and all K and V; every request waits to be computed again from its tokens.

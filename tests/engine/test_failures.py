@@ -45,7 +45,7 @@ def test_a_step_that_fails_once_changes_no_token(
     runs: Runs, prompts: list[list[int]], undisturbed: list[list[Any]], moment: str, error: Exception
 ) -> None:
     engine = runs.engine(enable_prefix_caching=True, preemption="swap", swap_space=1 << 20, num_blocks=30)
-    for step in (1, 4, 9):
+    for step in (1, 6, 12):  # every request has a further token in between
         faults.raise_in_step(engine, step, error, moment)
     outputs = runs.run(engine, prompts, PARAMS)
     assert results(outputs) == undisturbed
@@ -59,7 +59,7 @@ def test_what_failed_is_logged_with_its_traceback(runs: Runs, caplog: pytest.Log
     faults.raise_in_step(engine, 2, RuntimeError("boom"))
     runs.run(engine, runs.prompts(5), PARAMS[2])
     (record,) = [record for record in caplog.records if record.name == "pagedjax"]
-    assert record.getMessage() == "a step with 1 request(s) failed; all requests are computed again"
+    assert record.getMessage() == "a step with 1 request(s) failed; all others are computed again"
     assert record.exc_info and str(record.exc_info[1]) == "boom"
 
 
@@ -86,6 +86,46 @@ def test_a_step_that_fails_twice_ends_its_requests_and_the_others_go_on(
     )
     assert results(outputs)[1:] == undisturbed[1:]
     assert_nothing_leaked(engine)
+
+
+def test_who_makes_progress_between_failures_is_not_ended_for_another(
+    runs: Runs, prompts: list[list[int]], undisturbed: list[list[Any]]
+) -> None:
+    engine = runs.engine(max_num_batched_tokens=8)
+    execute = engine.runner.execute
+
+    def fail_for_the_second(plan: Any, *args: Any) -> Any:
+        if any(chunk.seq_id == second and chunk.start + chunk.num_tokens > 30 for chunk in plan.chunks):
+            raise RuntimeError("boom")
+        return execute(plan, *args)
+
+    engine.runner.execute = fail_for_the_second  # type: ignore[method-assign]
+    names = [engine.add_request({"prompt_token_ids": prompts[2]}, PARAMS[2])]
+    names.append(engine.add_request({"prompt_token_ids": runs.prompts(40)[0]}, PARAMS[2]))
+    second = engine.scheduler.get(names[1]).sequences[0].seq_id
+    done = {output.request_id: output for output in drain(engine) if output.finished}
+    assert results([done[names[0]]]) == undisturbed[2:]
+    assert done[names[1]].outputs[0].finish_reason == "error"
+    assert engine.stats().num_failed_steps == 2
+    assert_nothing_leaked(engine)
+
+
+def test_outputs_made_before_a_failure_in_the_same_step_are_delivered(runs: Runs) -> None:
+    engine = runs.engine(num_blocks=8, max_num_seqs=4)
+    long = SamplingParams(max_tokens=60, temperature=0.0, ignore_eos=True)
+    name = engine.add_request({"prompt_token_ids": runs.prompts(10)[0]}, long)
+    engine.add_request({"prompt_token_ids": runs.prompts(3)[0]}, PARAMS[2])
+    execute = engine.runner.execute
+
+    def fail_once(plan: Any, *args: Any) -> Any:
+        if plan.failed:
+            raise RuntimeError("boom")
+        return execute(plan, *args)
+
+    engine.runner.execute = fail_once  # type: ignore[method-assign]
+    done = {output.request_id: output for output in drain(engine) if output.finished}
+    assert "needs room for 33 tokens" in str(done[name].outputs[0].stop_reason)
+    assert len(done) == 2
 
 
 def test_an_engine_whose_every_step_fails_ends_all_requests(runs: Runs, prompts: list[list[int]]) -> None:
