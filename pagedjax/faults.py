@@ -110,6 +110,11 @@ def _at(owner: Any, name: str, number: int, action: Callable[[], None], times: i
 
 
 def _replace(owner: Any, name: str, function: Callable[..., Any]) -> Disarm:
-    """Puts a function in a method's place on one object."""
+    """Puts a function in a method's place on one object, until what it gives is called; last armed, first disarmed."""
+    before = vars(owner).get(name)
     setattr(owner, name, function)
-    return lambda: vars(owner).pop(name, None)
+
+    def disarm() -> None:
+        delattr(owner, name) if before is None else setattr(owner, name, before)
+
+    return disarm

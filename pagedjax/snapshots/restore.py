@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 import warnings
+from collections.abc import Iterator
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -12,7 +14,7 @@ import numpy as np
 
 from pagedjax.config import EngineConfig
 from pagedjax.device.compilation_cache import use_compilation_cache
-from pagedjax.errors import ConfigError, SnapshotError
+from pagedjax.errors import SnapshotError
 from pagedjax.models.loader import LoadedModel, load_model
 from pagedjax.output_data import load_output
 from pagedjax.prefixes import RegisteredPrefix
@@ -33,15 +35,29 @@ def restore_engine(
 ) -> Engine:
     """See `Engine.restore`."""
     folder, state, arrays = read_newest(path)
-    check_version(state, folder)
-    config = resolve_config(state, config)
+    with _making_sense(folder):
+        check_version(state, folder)
+        config = resolve_config(state, config)
     if model is None:
         use_compilation_cache()
         model = load_model(state["model"]["source"]["name"], dtype=config.dtype, progress=progress)
-    check_model(state, model)
+    with _making_sense(folder):
+        check_model(state, model)
     engine = engine_class(model, config, progress)
-    load_state(engine, state, arrays)
+    with _making_sense(folder):
+        load_state(engine, state, arrays)
     return engine
+
+
+@contextlib.contextmanager
+def _making_sense(folder: Path) -> Iterator[None]:
+    """Raises SnapshotError where the content is not of the form that this version writes."""
+    try:
+        yield
+    except SnapshotError:
+        raise
+    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+        raise SnapshotError(f"{folder} makes no sense: {error!r}") from error
 
 
 def read_newest(path: Path) -> tuple[Path, dict[str, Any], Arrays]:
@@ -78,18 +94,13 @@ def resolve_config(state: dict[str, Any], config: EngineConfig | None) -> Engine
     Raises:
         SnapshotError: they differ.
     """
-    try:
-        recorded = EngineConfig(**state["config"])
-    except (ConfigError, TypeError) as error:
-        raise SnapshotError(f"the snapshot's configuration is not allowed: {error}") from error
-    if config is None:
-        return recorded
-    changes: dict[str, Any] = {}
-    for field in fields(EngineConfig):
+    recorded, decided = EngineConfig(**state["config"]), state["decided"]
+    changes: dict[str, Any] = dict(decided)
+    for field in fields(EngineConfig) if config is not None else ():
         name, given, saved = field.name, getattr(config, field.name), getattr(recorded, field.name)
         if name in FREE_TO_CHANGE:
             changes[name] = given
-        elif given is not None and given != saved:
+        elif given not in (None, saved, decided.get(name)):
             raise SnapshotError(f"the snapshot is of an engine with {name}={saved!r}, but config has {name}={given!r}")
     return replace(recorded, **changes)
 

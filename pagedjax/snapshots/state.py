@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import hashlib
 import time
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
 import jax
 import numpy as np
 
-from pagedjax.config import EngineConfig
 from pagedjax.host.allocator import PagedAllocator
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.output_data import dump_output
@@ -36,7 +35,8 @@ def engine_state(engine: Engine, keep_kv: bool) -> tuple[dict[str, Any], Arrays]
             "source": engine.source,
             "fingerprint": fingerprint(engine.params),
         },
-        "config": asdict(recorded_config(engine)),
+        "config": asdict(engine.config),
+        "decided": _decided(engine),
         "keep_kv": keep_kv,
         "clock": time.monotonic(),
         "num_requests": engine._num_requests,
@@ -48,15 +48,14 @@ def engine_state(engine: Engine, keep_kv: bool) -> tuple[dict[str, Any], Arrays]
     return state, _blocks(engine) if keep_kv else {}
 
 
-def recorded_config(engine: Engine) -> EngineConfig:
-    """The engine's configuration with everything decided that it had left open."""
-    return replace(
-        engine.config,
-        num_blocks=engine.pool_info.num_blocks,
-        pool_bytes=None,
-        max_model_len=engine.max_model_len,
-        prefix_hash_seed=engine.cache_config.prefix_hash_seed,
-    )
+def _decided(engine: Engine) -> dict[str, Any]:
+    """What the engine's configuration had left open, or said otherwise."""
+    return {
+        "num_blocks": engine.pool_info.num_blocks,
+        "pool_bytes": None,
+        "max_model_len": engine.max_model_len,
+        "prefix_hash_seed": engine.cache_config.prefix_hash_seed,
+    }
 
 
 def fingerprint(params: dict[str, Any]) -> str:

@@ -269,6 +269,35 @@ def test_another_version_model_or_configuration_is_refused(runs: Runs, two_snaps
         Engine.restore(newest, model=runs.model)
 
 
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda state: state.pop("scheduler"),
+        lambda state: state.update(clock="noon"),
+        lambda state: state.update(trackers=[["nobody", {}]]),
+        lambda state: state.update(config={}),
+        lambda state: state["config"].update(block_size="4"),
+        lambda state: state["scheduler"]["allocator"]["pool"]["ref_counts"].reverse(),
+        lambda state: state["scheduler"]["allocator"]["swap_space"]["tables"].append([99, 3, [1]]),
+    ],
+)
+def test_nonsense_with_the_right_sums_is_refused(runs: Runs, two_snapshots: list[Path], change: Any) -> None:
+    rewrite(two_snapshots[-1], change)
+    with pytest.raises((SnapshotError, ConfigError)):
+        Engine.restore(two_snapshots[-1], model=runs.model, progress=False)
+
+
+def test_the_configuration_that_a_run_was_begun_with_does_to_resume_it(runs: Runs, tmp_path: Path) -> None:
+    config = runs.config(num_blocks=None, pool_bytes=1 << 20, max_model_len=None)
+    engine = Engine(runs.model, config, progress=False)
+    engine.add_request({"prompt_token_ids": [1, 2, 3]}, GREEDY)
+    engine.save(tmp_path)
+    restored = Engine.restore(tmp_path, runs.model, config, progress=False)
+    assert restored.pool_info.num_blocks == engine.pool_info.num_blocks
+    with pytest.raises(SnapshotError, match="an engine with pool_bytes=1048576, but config has pool_bytes=2097152"):
+        Engine.restore(tmp_path, runs.model, replace(config, pool_bytes=2 << 20))
+
+
 # ---------------------------------------------------------------------- periodic snapshots, and disks
 
 
