@@ -4,6 +4,7 @@ import pytest
 from host_harness import Pipeline, answer, expected_end, make_request, make_scheduler, paged, run
 
 from pagedjax.errors import ConfigError
+from pagedjax.host import preemption
 from pagedjax.host.preemption import policy_names
 from pagedjax.request import BeamSearchParams, SequenceStatus
 
@@ -121,6 +122,25 @@ def test_an_unknown_policy_is_refused():
     assert policy_names() == ("auto", "recompute", "swap")
     with pytest.raises(ConfigError, match=r"^preemption='never' is not allowed: preemption must be one of auto, "):
         make_scheduler(4, preemption="never")
+
+
+def test_a_new_policy_is_one_file(tmp_path, monkeypatch):
+    (tmp_path / "long_ones.py").write_text(
+        "def swaps(group, block_size):\n    return len(group.sequences[0].token_ids) > 6\n"
+    )
+    monkeypatch.setattr(preemption, "__path__", [*preemption.__path__, str(tmp_path)])
+    preemption.policy_names.cache_clear()
+    try:
+        scheduler = make_scheduler(16, num_host_blocks=16, preemption="long_ones")
+        for number, prompt_len in enumerate((5, 9)):
+            scheduler.add(make_request(number, prompt_len))
+        run(scheduler)
+        scheduler.preempt_latest()
+        scheduler.preempt_latest()
+        scheduler.schedule()
+        assert (status_of(scheduler, "r0"), status_of(scheduler, "r1")) == (WAITING, SWAPPED)
+    finally:
+        preemption.policy_names.cache_clear()
 
 
 def test_nothing_computed_is_not_swapped():
