@@ -314,6 +314,10 @@ class PagedAllocator:
         """Physical blocks of an admitted sequence, in logical order."""
         return list(self._tables[seq_id].blocks)
 
+    def num_blocks_of(self, seq_id: int) -> int:
+        """Blocks that an admitted sequence's table lists."""
+        return len(self._tables[seq_id].blocks)
+
     def seq_ids(self) -> list[int]:
         """Sequences that hold blocks, in the order in which they got them."""
         return list(self._tables)

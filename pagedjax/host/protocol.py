@@ -147,6 +147,10 @@ class KVAllocator(Protocol):
         """Physical blocks of an admitted sequence, in logical order."""
         ...
 
+    def num_blocks_of(self, seq_id: int) -> int:
+        """Length of that table."""
+        ...
+
     def seq_ids(self) -> list[int]:
         """Sequences that hold memory on the device, in the order in which they got it."""
         ...

@@ -14,7 +14,6 @@ from collections import deque
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import OutOfBlocks, OutOfSlots, UnknownRequest
 from pagedjax.host.beam import BeamSearch
-from pagedjax.host.block_table import num_blocks_for
 from pagedjax.host.preemption import load_policy
 from pagedjax.host.protocol import Admission, KVAllocator
 from pagedjax.host.swap_space import Moves
@@ -64,7 +63,9 @@ class Roster:
         group = SequenceGroup(request, [], self.num_arrivals)
         self.num_arrivals += 1
         for index in range(1 if beam else request.width):
-            group.sequences.append(self._new_sequence(request, index, request.prompt_token_ids))
+            seq = self._make_sequence(request, index, request.prompt_token_ids)
+            self._register(seq)
+            group.sequences.append(seq)
         if beam is None and request.width == 1:
             group.only = group.sequences[0]
         if beam is not None:
@@ -78,6 +79,7 @@ class Roster:
 
         Raises:
             OutOfSlots: the parent runs, and no further sequence may.
+            OutOfBlocks: memory that is not shared has no room for a fork.
         """
         computed = parent.status in (_RUNNING, _SWAPPED) and parent.num_computed >= parent.prefill_len
         if computed and parent.status is _RUNNING and not self.may_run(1):
@@ -87,38 +89,41 @@ class Roster:
                 "allow no more"
             )
         index = self.next_index.get(family.arrival, 1)
+        child = self._make_sequence(request, index, parent.token_ids)
+        if computed:
+            self._share(parent, child)  # first, since it may find no memory
+        self._register(child)
         self.next_index[family.arrival] = index + 1
-        child = self._new_sequence(request, index, parent.token_ids)
         group = SequenceGroup(request, [child], family.arrival, only=child)
         self.groups[request.request_id] = group
-        if not computed:
-            self._enter(self.waiting, group)
-        elif parent.status is _RUNNING:
-            self._share(parent, child, self.free_slots.pop())
+        if child.status is _RUNNING:
+            child.slot, child.fresh = self.free_slots.pop(), True
             parent.decode_until = child.decode_until = parent.num_computed
-            self._enter(self.running, group)
-        else:
-            self._share(parent, child, 0)
-            self._enter(self.swapped, group)
+        self._enter(self._queue_of(child.status), group)
         return group
 
     def fork_beam(self, group: SequenceGroup, parent: Sequence) -> Sequence:
         """A further beam that goes on from `parent`."""
-        child = self._new_sequence(parent.request, parent.index, parent.token_ids)
+        child = self._make_sequence(parent.request, parent.index, parent.token_ids)
         child.num_preemptions = parent.num_preemptions
         if parent.status is not _WAITING:
-            self._share(parent, child, group.spare_slots.pop() if parent.status is _RUNNING else 0)
+            self._share(parent, child)
+        self._register(child)
+        if child.status is _RUNNING:
+            child.slot, child.fresh = group.spare_slots.pop(), True
         return child
 
-    def _new_sequence(self, request: Request, index: int, token_ids: list[int] | tuple[int, ...]) -> Sequence:
-        seq = Sequence(self.next_seq_id, request, index, list(token_ids), check_len=request.max_len)
+    def _make_sequence(self, request: Request, index: int, token_ids: list[int] | tuple[int, ...]) -> Sequence:
+        return Sequence(self.next_seq_id, request, index, list(token_ids), check_len=request.max_len)
+
+    def _register(self, seq: Sequence) -> None:
         self.next_seq_id += 1
         self.sequences[seq.seq_id] = seq
-        return seq
 
-    def _share(self, parent: Sequence, child: Sequence, slot: int) -> None:
+    def _share(self, parent: Sequence, child: Sequence) -> None:
+        """Gives a sequence what its parent holds. Raises OutOfBlocks, and changes nothing, if that needs memory."""
         self.allocator.fork(parent, child)
-        child.slot, child.status, child.fresh = slot, parent.status, bool(slot)
+        child.status = parent.status
         child.num_computed, child.prefill_len, child.capacity = parent.num_computed, parent.prefill_len, parent.capacity
         self.set_check_len(child)
 
@@ -169,13 +174,13 @@ class Roster:
         """Lets the request at the head of the queue run, with the memory that it was given."""
         assert self.waiting[0] is group, "only the head of the queue may be admitted"
         self.waiting.popleft()
-        block_size = self.allocator.block_size
+        allocator = self.allocator
         for seq, admission in zip(members, admissions, strict=True):
             seq.slot = self.free_slots.pop()
             seq.status = _RUNNING
             seq.fresh = True
             seq.prefill_len = len(seq.token_ids)
-            seq.capacity = num_blocks_for(seq.prefill_len, block_size) * block_size
+            seq.capacity = allocator.num_blocks_of(seq.seq_id) * allocator.block_size
             seq.num_computed, seq.num_cached, seq.leader_id = admission
         group.spare_slots = [self.free_slots.pop() for _ in range(num_slots - len(members))]
         self._enter(self.running, group)

@@ -13,6 +13,7 @@ import zlib
 from collections import deque
 from collections.abc import Sequence as List
 
+from pagedjax.baselines import make_allocator
 from pagedjax.config import CacheConfig, SchedulerConfig
 from pagedjax.host import (
     NULL_BLOCK,
@@ -79,11 +80,12 @@ def make_scheduler(
     enable_prefix_caching: bool = False,
     num_host_blocks: int = 0,
     preemption: str = "auto",
+    allocator: str = "paged",
 ) -> Scheduler:
-    """A scheduler over a paged allocator."""
+    """A scheduler over an allocator."""
     config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill, preemption)
     cache = CacheConfig(block_size, num_blocks, watermark, enable_prefix_caching, num_host_blocks=num_host_blocks)
-    return Scheduler(config, PagedAllocator(cache))
+    return Scheduler(config, make_allocator(allocator, cache, max_model_len))
 
 
 def paged(scheduler: Scheduler) -> PagedAllocator:
@@ -307,8 +309,9 @@ class Pipeline:
         self.starts: dict[int, list[int]] = {}  # tokens that forks went on from
         self.searches: dict[str, Request] = {}
         self.found: dict[str, list[Hypothesis]] = {}
-        allocator = paged(scheduler)
-        sizes = allocator.block_size, allocator.num_blocks, allocator.swap_space.num_blocks
+        allocator = scheduler.allocator
+        num_host_blocks = allocator.swap_space.num_blocks if isinstance(allocator, PagedAllocator) else 0
+        sizes = allocator.block_size, allocator.num_blocks, num_host_blocks
         self.device = BookkeepingDevice(*sizes, self.sequences)
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
