@@ -42,10 +42,23 @@ def _require_seed(name: str, value: object, bits: int) -> None:
     require(is_int(value, 0) and value < 2**bits, name, value, f"an integer in [0, 2**{bits})")  # type: ignore[operator]
 
 
-def _require_policy(name: object) -> None:
-    from pagedjax.host.preemption import policy_names  # which imports this module
+def _require_policies(preemption: object, batching: object) -> None:
+    # These import this module.
+    from pagedjax.host.batching import batching_names
+    from pagedjax.host.preemption import policy_names
 
-    require(name in policy_names(), "preemption", name, f"one of {', '.join(policy_names())}")
+    for name, given, known in (("preemption", preemption, policy_names()), ("batching", batching, batching_names())):
+        require(given in known, name, given, f"one of {', '.join(known)}")
+
+
+def _require_allocator(name: object, prefix_caching: object, swap_space: object) -> None:
+    from pagedjax.baselines import PAGED, allocator_names  # which imports this module
+
+    known = allocator_names()
+    require(name in known, "allocator", name, f"one of {', '.join(known)}")
+    for other, value in (("prefix caching", prefix_caching), ("a swap space", swap_space)):
+        allowed = f'"paged" where there is {other}: contiguous memory is neither shared nor swapped'
+        require(name == PAGED or not value, "allocator", name, allowed)
 
 
 def _require_path(config: object, name: str) -> None:
@@ -145,6 +158,7 @@ class CacheConfig:
         enable_prefix_caching: keep and find again the full blocks of everything computed.
         prefix_hash_seed: of the digests by which blocks are found.
         num_host_blocks: blocks of the swap space in the host's memory.
+        allocator: "paged", or one of `pagedjax.baselines`.
     """
 
     block_size: int
@@ -153,6 +167,7 @@ class CacheConfig:
     enable_prefix_caching: bool = False
     prefix_hash_seed: int = 0
     num_host_blocks: int = 0
+    allocator: str = "paged"
 
     def __post_init__(self) -> None:
         make_plain(self)
@@ -169,6 +184,7 @@ class CacheConfig:
         require(isinstance(caching, bool), "enable_prefix_caching", caching, "True or False")
         _require_seed("prefix_hash_seed", self.prefix_hash_seed, 64)
         _require_int("num_host_blocks", self.num_host_blocks, 0)
+        _require_allocator(self.allocator, self.enable_prefix_caching, self.num_host_blocks)
 
     @property
     def watermark_blocks(self) -> int:
@@ -191,6 +207,7 @@ class SchedulerConfig:
         max_model_len: tokens, prompt and output together, that a sequence may reach.
         enable_chunked_prefill: False computes every prompt whole, in one step.
         preemption: a policy of `pagedjax.host.preemption`.
+        batching: a policy of `pagedjax.host.batching`.
     """
 
     max_num_seqs: int = 64
@@ -198,10 +215,11 @@ class SchedulerConfig:
     max_model_len: int = 2048
     enable_chunked_prefill: bool = True
     preemption: str = "auto"
+    batching: str = "continuous"
 
     def __post_init__(self) -> None:
         make_plain(self)
-        _require_policy(self.preemption)
+        _require_policies(self.preemption, self.batching)
         chunked = self.enable_chunked_prefill
         require(isinstance(chunked, bool), "enable_chunked_prefill", chunked, "True or False")
         for name in ("max_num_seqs", "max_num_batched_tokens", "max_model_len"):
@@ -242,6 +260,11 @@ class EngineConfig:
             them again later, "swap" moves them to the swap space, "auto" swaps requests with several samples or beams
             and computes single ones again (the paper's). Where the swap space is full, all recompute.
         swap_space: bytes of the host's memory for blocks that are swapped out; 0 is none.
+        allocator: "paged", or what it is compared with: memory reserved in one piece for a prompt and the longest
+            output that the model allows ("orca-max"), the next power of two of `max_tokens` ("orca-pow2"), or
+            `max_tokens` ("orca-oracle").
+        batching: "continuous" lets requests join and leave at every step; "static" runs the earliest `max_num_seqs`
+            together until the longest is done.
         watermark: part of the blocks that admission keeps free.
         attention_backend: "auto", or one of `pallas_kernels`: "reference", "xla", "triton", "mosaic_gpu" or "tpu".
         attention_interpret: run a Pallas backend in interpret mode, anywhere (slow; for tests and study).
@@ -265,6 +288,8 @@ class EngineConfig:
     prefix_hash_seed: int | None = None
     preemption: str = "auto"
     swap_space: int = 0
+    allocator: str = "paged"
+    batching: str = "continuous"
     watermark: float = 0.01
     attention_backend: str = "auto"
     attention_interpret: bool = False
@@ -300,7 +325,8 @@ class EngineConfig:
         if self.prefix_hash_seed is not None:
             _require_seed("prefix_hash_seed", self.prefix_hash_seed, 64)
         _require_int("swap_space", self.swap_space, 0)
-        _require_policy(self.preemption)
+        _require_policies(self.preemption, self.batching)
+        _require_allocator(self.allocator, self.enable_prefix_caching, self.swap_space)
         require(
             self.swap_space > 0 or self.preemption != "swap",
             "swap_space",
@@ -327,7 +353,13 @@ class EngineConfig:
         """The paged cache of pools of that many blocks; draws the hashes' seed if none is given."""
         seed = secrets.randbits(64) if self.prefix_hash_seed is None else self.prefix_hash_seed
         return CacheConfig(
-            self.block_size, num_blocks, self.watermark, self.enable_prefix_caching, seed, num_host_blocks
+            self.block_size,
+            num_blocks,
+            self.watermark,
+            self.enable_prefix_caching,
+            seed,
+            num_host_blocks,
+            self.allocator,
         )
 
     def scheduler_config(self, max_model_len: int) -> SchedulerConfig:
@@ -338,6 +370,7 @@ class EngineConfig:
             max_model_len,
             self.enable_chunked_prefill,
             self.preemption,
+            self.batching,
         )
 
     @property

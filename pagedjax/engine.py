@@ -19,6 +19,7 @@ from typing import Any
 import jax
 
 from pagedjax import __version__
+from pagedjax.baselines import make_allocator
 from pagedjax.config import EngineConfig
 from pagedjax.device.backend import choose_backend
 from pagedjax.device.kv_pool import PoolInfo, plan_pool
@@ -27,9 +28,9 @@ from pagedjax.device.programs import num_compilations
 from pagedjax.device.runner import InFlight, Runner
 from pagedjax.errors import ConfigError, EngineDead, SnapshotError, UnknownRequest
 from pagedjax.event_log import EventLog
-from pagedjax.host.allocator import PagedAllocator
 from pagedjax.host.block_map import block_map
 from pagedjax.host.plan import StepPlan
+from pagedjax.host.protocol import KVAllocator
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.intake import Intake, check_config, check_id, resolve_max_model_len
 from pagedjax.interrupt import interrupts_deferred
@@ -77,7 +78,7 @@ class Engine:
             self.config, model.config, self.max_model_len, free_memory(device), backend.name
         )
         self.cache_config = self.config.cache_config(self.pool_info.num_blocks, self.pool_info.num_host_blocks)
-        self.allocator = PagedAllocator(self.cache_config)
+        self.allocator = make_allocator(self.cache_config, self.max_model_len)
         self.scheduler = self._make_scheduler()
         self.runner = Runner(model.config, self.config, self.params, self.pool_info, self.max_model_len, backend)
         self.runner.programs.progress = progress
@@ -326,7 +327,7 @@ class Engine:
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         self._counters.host_seconds += time.perf_counter() - began
-        if plan and plan.failed:
+        if plan and (plan.failed or plan.ended):
             self._deliver(self._trackers.close_ended())
         if plan:
             self.runner.swap(plan)
@@ -488,5 +489,5 @@ class Engine:
         with self._lock:
             return self._counters.stats(*self._counted())
 
-    def _counted(self) -> tuple[int, float, Scheduler, PagedAllocator]:
+    def _counted(self) -> tuple[int, float, Scheduler, KVAllocator]:
         return num_compilations(), self.runner.programs.compile_seconds, self.scheduler, self.allocator

@@ -13,6 +13,7 @@ from typing import Any
 from pagedjax.config import require
 from pagedjax.engine import Engine
 from pagedjax.errors import OutOfBlocks
+from pagedjax.host.allocator import PagedAllocator
 from pagedjax.host.plan import SequenceUpdate, StepResult
 from pagedjax.scalars import is_int
 
@@ -55,7 +56,8 @@ def fail_allocation(engine: Engine, number: int) -> Disarm:
     def fail() -> None:
         raise OutOfBlocks(f"allocation {number} was made to fail")
 
-    return _at(engine.allocator.pool, "allocate", number, fail)
+    allocator: Any = engine.allocator
+    return _at(allocator.pool if isinstance(allocator, PagedAllocator) else allocator.buddies, "allocate", number, fail)
 
 
 def raise_in_step(

@@ -8,10 +8,10 @@ from dataclasses import fields
 from operator import methodcaller
 from typing import Any
 
+from pagedjax.baselines import make_allocator
 from pagedjax.config import CacheConfig, SchedulerConfig
 from pagedjax.errors import LogError, PagedJaxError
 from pagedjax.event_log import VERSION, encode, parse_line
-from pagedjax.host.allocator import PagedAllocator
 from pagedjax.host.beam import BeamCandidate
 from pagedjax.host.plan import StepResult
 from pagedjax.host.scheduler import Scheduler
@@ -68,7 +68,7 @@ def make_scheduler(start: Event) -> Scheduler:
     if not isinstance(config, dict):
         raise LogError("the start of a run without its configuration")
     cache, scheduler = _make(CacheConfig, config.get("cache")), _make(SchedulerConfig, config.get("scheduler"))
-    return Scheduler(scheduler, PagedAllocator(cache))
+    return Scheduler(scheduler, make_allocator(cache, scheduler.max_model_len))
 
 
 def _make(cls: type[Any], values: object) -> Any:

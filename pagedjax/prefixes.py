@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from itertools import count
 from typing import TYPE_CHECKING
 
+from pagedjax.baselines import PAGED
 from pagedjax.device.kv_pool import PoolInfo
 from pagedjax.errors import InvalidRequest, PagedJaxError, RequestTooLong
 from pagedjax.params import SamplingParams
@@ -53,6 +54,10 @@ class Prefixes:
     def register(self, prefix: Prompt, cache_salt: str | None) -> RegisteredPrefix:
         """See `Engine.register_prefix`."""
         engine, size = self._engine, self._engine.config.block_size
+        if engine.config.allocator != PAGED:
+            raise InvalidRequest(
+                f"a prefix cannot be shared with allocator={engine.config.allocator!r}: only with 'paged'"
+            )
         token_ids = engine._intake.read(prefix, PREFIX_PARAMS, None, cache_salt).prompt_token_ids
         check_prefix_len(len(token_ids), engine.max_model_len, engine.pool_info)
         num_blocks = len(token_ids) // size

@@ -94,6 +94,7 @@ class Sequence:
         hashes: of its full blocks, as far as they were needed.
         num_sealed: blocks at its beginning that others can find, if anybody's of the same content.
         stop_reason: the stop string or stop token id that ended it.
+        done: how it will have ended when its batch does; None while it goes on, and in continuous batching.
     """
 
     seq_id: int
@@ -116,6 +117,7 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: str | int | None = None
     num_preemptions: int = 0
+    done: tuple[str, str | int | None] | None = None
 
     @property
     def prompt_len(self) -> int:

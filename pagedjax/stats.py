@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-from pagedjax.host.allocator import PagedAllocator, PrefixStats
-from pagedjax.host.protocol import KVUsage
+from pagedjax.host.protocol import KVAllocator, KVUsage, PrefixStats
 from pagedjax.host.scheduler import Scheduler
 
 
@@ -116,7 +115,7 @@ class Counters:
 
     @classmethod
     def begin(
-        cls, num_compilations: int, compile_seconds: float, scheduler: Scheduler, allocator: PagedAllocator
+        cls, num_compilations: int, compile_seconds: float, scheduler: Scheduler, allocator: KVAllocator
     ) -> Counters:
         """Counters that leave out what happened so far."""
         return cls(
@@ -124,24 +123,25 @@ class Counters:
             compile_seconds,
             scheduler.num_preemptions,
             replace(allocator.prefix_stats),
-            allocator.pool.num_evictions,
+            allocator.occupancy().num_evictions,
         )
 
-    def count_usage(self, usage: KVUsage, allocator: PagedAllocator) -> None:
+    def count_usage(self, usage: KVUsage, allocator: KVAllocator) -> None:
         """Takes in how the pool is used in a step."""
         held = usage.token_states + usage.reserved + usage.internal_fragmentation
         self.peak_slots = max(self.peak_slots, held)
         self.utilisation_sum += usage.token_states / held if held else 0.0
-        physical = allocator.num_physical_blocks
-        if physical:
-            self.sharing_sum += allocator.num_logical_blocks / physical
+        occupancy = allocator.occupancy()
+        if occupancy.physical:
+            self.sharing_sum += occupancy.logical / occupancy.physical
             self.num_sharing += 1
 
     def stats(
-        self, num_compilations: int, compile_seconds: float, scheduler: Scheduler, allocator: PagedAllocator
+        self, num_compilations: int, compile_seconds: float, scheduler: Scheduler, allocator: KVAllocator
     ) -> EngineStats:
         """What was counted since these began, and the state now."""
-        logical, physical = allocator.num_logical_blocks, allocator.num_physical_blocks
+        occupancy = allocator.occupancy()
+        logical, physical = occupancy.logical, occupancy.physical
         prefix = allocator.prefix_stats
         return EngineStats(
             num_waiting=scheduler.num_waiting,
@@ -167,14 +167,14 @@ class Counters:
             saving=1 - physical / logical if logical else 0.0,
             mean_saving=1 - self.num_sharing / self.sharing_sum if self.num_sharing else 0.0,
             copied_blocks=self.copied_blocks,
-            num_host_blocks=allocator.swap_space.num_blocks,
-            host_blocks=allocator.swap_space.num_used,
+            num_host_blocks=occupancy.host,
+            host_blocks=occupancy.host_used,
             swapped_out_blocks=self.swapped_out_blocks,
             swapped_in_blocks=self.swapped_in_blocks,
-            cached_blocks=allocator.pool.num_cached,
+            cached_blocks=occupancy.cached,
             prefix_queries=prefix.queries - self.prefix.queries,
             prefix_query_tokens=prefix.query_tokens - self.prefix.query_tokens,
             prefix_hits=prefix.hits - self.prefix.hits,
             prefix_hit_tokens=prefix.hit_tokens - self.prefix.hit_tokens,
-            prefix_evictions=allocator.pool.num_evictions - self.evictions,
+            prefix_evictions=occupancy.num_evictions - self.evictions,
         )

@@ -17,7 +17,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from pagedjax.errors import PagedJaxError
-from pagedjax.host.allocator import PagedAllocator
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.log_reader import Event
 from pagedjax.request import SequenceStatus
@@ -252,11 +251,10 @@ class _Run:
     # ------------------------------------------------------------------ counters and names
 
     def _count_blocks(self, scheduler: Scheduler) -> None:
-        allocator = scheduler.allocator
-        assert isinstance(allocator, PagedAllocator)
-        pool, cached = allocator.pool, allocator.pool.num_cached
-        self._counter("blocks", {"used": pool.num_used, "cached": cached, "free": pool.num_free - cached})
-        self._counter("blocks in the swap space", {"used": allocator.swap_space.num_used})
+        blocks = scheduler.allocator.occupancy()
+        free = scheduler.allocator.num_blocks - blocks.used - blocks.cached
+        self._counter("blocks", {"used": blocks.used, "cached": blocks.cached, "free": free})
+        self._counter("blocks in the swap space", {"used": blocks.host_used})
 
     def _counter(self, name: str, values: dict[str, int]) -> None:
         """Only where it changes."""

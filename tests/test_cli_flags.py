@@ -26,6 +26,8 @@ ENGINE = {
     "prefix_hash_seed": (["--prefix-hash-seed", "7"], 7),
     "preemption": (["--preemption", "recompute"], "recompute"),
     "swap_space": (["--swap-space", "1048576"], 1048576),
+    "allocator": (["--allocator", "orca-pow2"], "orca-pow2"),
+    "batching": (["--batching", "static"], "static"),
     "watermark": (["--watermark", "0.5"], 0.5),
     "attention_backend": (["--attention-backend", "triton"], "triton"),
     "attention_interpret": (["--attention-interpret"], True),

@@ -24,15 +24,15 @@ def allocator_names() -> tuple[str, ...]:
     return (PAGED, *sorted(name.replace("_", "-") for name in modules if name.startswith("orca_")))
 
 
-def make_allocator(name: str, config: CacheConfig, max_model_len: int) -> KVAllocator:
-    """An allocator by its name, which must be one of `allocator_names`.
+def make_allocator(config: CacheConfig, max_model_len: int) -> KVAllocator:
+    """The allocator that a configuration names.
 
     Args:
         max_model_len: tokens that a sequence may reach.
     """
-    if name == PAGED:
+    if config.allocator == PAGED:
         return PagedAllocator(config)
     from pagedjax.baselines.contiguous import ContiguousAllocator
 
-    module = importlib.import_module(f"{__name__}.{name.replace('-', '_')}")
+    module = importlib.import_module(f"{__name__}.{config.allocator.replace('-', '_')}")
     return ContiguousAllocator(config, max_model_len, module.estimate)

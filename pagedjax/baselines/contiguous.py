@@ -16,7 +16,8 @@ from pagedjax.baselines.buddy import BuddyAllocator
 from pagedjax.config import CacheConfig
 from pagedjax.errors import InvariantError, OutOfBlocks, SnapshotError
 from pagedjax.host.block_table import Growth, num_blocks_for
-from pagedjax.host.protocol import Admission, KVUsage
+from pagedjax.host.prefix import BlockHash
+from pagedjax.host.protocol import Admission, KVUsage, Occupancy, PrefixStats
 from pagedjax.host.swap_space import Moves
 from pagedjax.request import Request, Sequence
 
@@ -48,6 +49,7 @@ class ContiguousAllocator:
     def __init__(self, config: CacheConfig, max_model_len: int, estimate: Estimate) -> None:
         self.block_size = config.block_size
         self.num_blocks = config.num_blocks
+        self.prefix_stats = PrefixStats()  # of a cache that is not there
         self._config = config
         self._max_model_len = max_model_len
         self._estimate = estimate
@@ -178,6 +180,25 @@ class ContiguousAllocator:
     def seq_ids(self) -> list[int]:
         """Sequences that hold a chunk."""
         return list(self._chunks)
+
+    def pins(self) -> dict[str, list[int]]:
+        """None."""
+        return {}
+
+    def occupancy(self) -> Occupancy:
+        """How the blocks are used."""
+        used = self.num_blocks - self.buddies.num_free
+        return Occupancy(used, used, used, 0, 0, 0, 0)
+
+    def content(self, block: int) -> tuple[int, BlockHash | None]:
+        """1 if the block is in a chunk that was handed out, else 0."""
+        chunks = (range(offset + 1, offset + 1 + (1 << order)) for offset, order in self.buddies.taken())
+        return int(any(block in chunk for chunk in chunks)), None
+
+    def held_blocks(self) -> tuple[list[int], list[int]]:
+        """Blocks of the chunks that were handed out."""
+        taken = self.buddies.taken()
+        return sorted(offset + 1 + index for offset, order in taken for index in range(1 << order)), []
 
     def usage(self, num_computed: Mapping[int, int]) -> KVUsage:
         """The memory's split as in the paper's Fig. 2.

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping
 from collections.abc import Sequence as List
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 from pagedjax.config import CacheConfig
@@ -13,28 +12,11 @@ from pagedjax.errors import InvariantError, OutOfBlocks, SnapshotError
 from pagedjax.host.block_pool import BlockPool, counted_before
 from pagedjax.host.block_table import BlockTable, Growth, check_tables, dump_tables, load_tables, num_blocks_for
 from pagedjax.host.prefix import BlockHash, extend_chain, root_hash
-from pagedjax.host.protocol import Admission, KVAllocator, KVUsage
+from pagedjax.host.protocol import Admission, KVAllocator, KVUsage, Occupancy, PrefixStats
 from pagedjax.host.swap_space import Moves, SwapSpace
 from pagedjax.request import Sequence
 
 __all__ = ["Admission", "KVAllocator", "KVUsage", "PagedAllocator", "PrefixStats"]
-
-
-@dataclass(slots=True)
-class PrefixStats:
-    """Of the prefix cache, since the allocator was made.
-
-    Attributes:
-        queries: sequences admitted that looked for their prefix; not again after a preemption.
-        query_tokens: tokens of those.
-        hits: sequences that found at least one block.
-        hit_tokens: tokens that were not computed, because they were found.
-    """
-
-    queries: int = 0
-    query_tokens: int = 0
-    hits: int = 0
-    hit_tokens: int = 0
 
 
 class _Share(NamedTuple):
@@ -333,6 +315,28 @@ class PagedAllocator:
         pinned = Counter(block for blocks in self._pins.values() for block in blocks)
         only_pinned = sum(self.pool.ref_count(block) == count for block, count in pinned.items())
         return self.pool.num_used - only_pinned
+
+    def occupancy(self) -> Occupancy:
+        """How the blocks are used."""
+        pool, space = self.pool, self.swap_space
+        return Occupancy(
+            self.num_logical_blocks,
+            self.num_physical_blocks,
+            pool.num_used,
+            pool.num_cached,
+            pool.num_evictions,
+            space.num_blocks,
+            space.num_used,
+        )
+
+    def content(self, block: int) -> tuple[int, BlockHash | None]:
+        """References to a block, and the hash by which it is found, if it can be. Raises UnknownBlock."""
+        return self.pool.ref_count(block), self.pool.hash_of(block)
+
+    def held_blocks(self) -> tuple[list[int], list[int]]:
+        """Blocks of the pool, and of the swap space, whose content is needed or could be found."""
+        host = self.swap_space.pool
+        return self.pool.holding(), host.holding() if host else []
 
     def usage(self, num_computed: Mapping[int, int]) -> KVUsage:
         """What the slots are used for: waste is only the unfilled end of each last block."""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from typing import Any
 
-from pagedjax.host.allocator import PagedAllocator
 from pagedjax.host.prefix import BlockHash, unpack_tokens
+from pagedjax.host.protocol import KVAllocator
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.request import Sequence
 
 
-def block_map(scheduler: Scheduler, allocator: PagedAllocator) -> list[dict[str, Any]]:
+def block_map(scheduler: Scheduler, allocator: KVAllocator) -> list[dict[str, Any]]:
     """Every block that is used or cached, in order of its id.
 
     Returns:
@@ -23,14 +23,14 @@ def block_map(scheduler: Scheduler, allocator: PagedAllocator) -> list[dict[str,
         num_tokens: those, and the ones still on the device.
         sequences: who refers to it: request_id, index of the sample or beam, seq_id, logical_block.
     """
-    pool, holders = allocator.pool, _holders(scheduler)
+    holders = _holders(scheduler)
     pins: dict[int, list[str]] = {}
     for name, blocks in allocator.pins().items():
         for block in blocks:
             pins.setdefault(block, []).append(name)
     found = []
-    for block in range(1, pool.num_blocks + 1):
-        hash_, count = pool.hash_of(block), pool.ref_count(block)
+    for block in range(1, allocator.num_blocks + 1):
+        count, hash_ = allocator.content(block)
         if not count and hash_ is None:
             continue
         users = holders.get(block, [])

@@ -71,7 +71,9 @@ def _check_queues(scheduler: Scheduler) -> None:
         members = sorted(seq.seq_id for group in queue for seq in group.unfinished)
         _require(sorted(holders) == members, f"sequences {sorted(holders)} are in {where}, but {members} should be")
     unfinished = sum(
-        seq.num_computed < seq.request.max_len - 1 for group in scheduler.roster.running for seq in group.unfinished
+        seq.done is None and seq.num_computed < seq.request.max_len - 1
+        for group in scheduler.roster.running
+        for seq in group.unfinished
     )
     limit = scheduler.config.max_num_batched_tokens
     _require(unfinished <= limit, f"{unfinished} sequences run, but a step has {limit} tokens")
@@ -103,6 +105,8 @@ def _check_in_flight(scheduler: Scheduler) -> None:
 def _check_group(group: SequenceGroup) -> None:
     name, count = f"request {group.request.request_id!r}", len(group.sequences)
     _require(len({seq.status for seq in group.unfinished}) == 1, f"{name} runs in part")
+    if group.sequences[0].done is not None and group.beam is not None:
+        return
     if group.beam is None:
         _require(count == group.request.width, f"{name} has {count} samples, but wants {group.request.width}")
         return
@@ -122,6 +126,9 @@ def _check_running(scheduler: Scheduler, group: SequenceGroup, seq: Sequence) ->
     _require(
         seq.capacity == len(blocks) * size, f"{name} believes in {seq.capacity} slots, but has {len(blocks)} blocks"
     )
+    if seq.done is not None:
+        _require(scheduler.roster.batching.holds and not seq.decode_until, f"{name} is done, and still runs")
+        return
     _require(known <= seq.request.max_len, f"{name} has {known} tokens, but may reach {seq.request.max_len}")
     least = int(group.only is not None)  # others may wait for those before them
     _require(least <= seq.num_computed <= seq.capacity, f"{name} has {seq.num_computed} tokens in {seq.capacity} slots")

@@ -72,6 +72,7 @@ class StepPlan(NamedTuple):
         swap_ins: (host block, device block); never in a step with `swap_outs`.
         preempted: sequences that lost their blocks in this step: swapped out, or to be computed again.
         failed: sequences that ended in this step because they outgrew the whole pool.
+        ended: sequences that had been done before, and whose batch ended with this step.
     """
 
     step: int
@@ -83,6 +84,7 @@ class StepPlan(NamedTuple):
     beams: tuple[ScheduledBeams, ...] = ()
     swap_outs: tuple[tuple[int, int], ...] = ()
     swap_ins: tuple[tuple[int, int], ...] = ()
+    ended: tuple[int, ...] = ()
 
 
 class StepResult(NamedTuple):

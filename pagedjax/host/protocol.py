@@ -4,9 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from collections.abc import Sequence as List
+from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 from pagedjax.host.block_table import Growth
+from pagedjax.host.prefix import BlockHash
 from pagedjax.host.swap_space import Moves
 from pagedjax.request import Sequence
 
@@ -31,6 +33,45 @@ class KVUsage(NamedTuple):
     free: int
 
 
+class Occupancy(NamedTuple):
+    """How the blocks are used, now.
+
+    Attributes:
+        logical: blocks that the running sequences' tables list, a shared one as often as it is listed.
+        physical: the same, each counted once.
+        used: blocks of the pool that somebody holds, registered prefixes included.
+        cached: blocks that nobody holds, but whose content can still be found.
+        num_evictions: cached blocks whose content was given up for others, so far.
+        host: blocks of the swap space.
+        host_used: of these, those that a swapped sequence holds.
+    """
+
+    logical: int
+    physical: int
+    used: int
+    cached: int
+    num_evictions: int
+    host: int
+    host_used: int
+
+
+@dataclass(slots=True)
+class PrefixStats:
+    """Of the prefix cache, since the allocator was made.
+
+    Attributes:
+        queries: sequences admitted that looked for their prefix; not again after a preemption.
+        query_tokens: tokens of those.
+        hits: sequences that found at least one block.
+        hit_tokens: tokens that were not computed, because they were found.
+    """
+
+    queries: int = 0
+    query_tokens: int = 0
+    hits: int = 0
+    hit_tokens: int = 0
+
+
 class Admission(NamedTuple):
     """What an admitted sequence found.
 
@@ -50,6 +91,8 @@ class Admission(NamedTuple):
 @runtime_checkable
 class KVAllocator(Protocol):
     """KV memory for sequences, in blocks. Each operation is atomic: one that raises changes nothing."""
+
+    prefix_stats: PrefixStats
 
     @property
     def block_size(self) -> int:
@@ -157,6 +200,22 @@ class KVAllocator(Protocol):
 
     def swapped_ids(self) -> list[int]:
         """Sequences that are swapped out, in the order in which they were."""
+        ...
+
+    def pins(self) -> dict[str, list[int]]:
+        """Blocks of each pinned prefix, in logical order."""
+        ...
+
+    def occupancy(self) -> Occupancy:
+        """How the blocks are used."""
+        ...
+
+    def content(self, block: int) -> tuple[int, BlockHash | None]:
+        """References to a block of the pool, and the hash by which its content is found, if it can be."""
+        ...
+
+    def held_blocks(self) -> tuple[list[int], list[int]]:
+        """Blocks of the pool, and of the swap space, whose content is needed or could be found."""
         ...
 
     def usage(self, num_computed: Mapping[int, int]) -> KVUsage:

@@ -13,6 +13,7 @@ from collections import deque
 
 from pagedjax.config import SchedulerConfig
 from pagedjax.errors import OutOfBlocks, OutOfSlots, UnknownRequest
+from pagedjax.host.batching import load_batching
 from pagedjax.host.beam import BeamSearch
 from pagedjax.host.preemption import load_policy
 from pagedjax.host.protocol import Admission, KVAllocator
@@ -34,6 +35,7 @@ class Roster:
         waiting: requests that hold no memory, in order of arrival.
         running: requests that do, in order of arrival.
         swapped: requests whose memory is on the host, in order of arrival.
+        filling: whether the batch that was begun last lacks nothing but a step's tokens for further requests.
         free_slots: a stack; its top is at the end.
         next_index: of the next fork's sample, by arrival, where there are forks.
         num_arrivals: requests added so far; forks, which arrive with their parent, not counted.
@@ -48,6 +50,8 @@ class Roster:
         self.waiting: deque[SequenceGroup] = deque()
         self.running: list[SequenceGroup] = []
         self.swapped: list[SequenceGroup] = []
+        self.filling = False
+        self.batching = load_batching(config.batching)
         self._swaps = load_policy(config.preemption)
         self.free_slots = list(range(config.max_num_seqs, 0, -1))
         self.next_index: dict[int, int] = {}
@@ -163,7 +167,7 @@ class Roster:
         if in_use + num_seqs <= limit:
             return True
         done = sum(
-            seq.num_computed >= seq.request.max_len - 1
+            seq.num_computed >= seq.request.max_len - 1 or seq.done is not None
             for group in self.running
             if group.beam is None
             for seq in group.unfinished
@@ -218,16 +222,19 @@ class Roster:
 
     # ------------------------------------------------------------------ going
 
-    def preempt(self, group: SequenceGroup) -> tuple[list[int], Moves]:
+    def preempt(self, group: SequenceGroup) -> tuple[list[int], Moves, list[int]]:
         """Takes the blocks and slots of the latest arrival, which keeps its place in the order of arrival.
 
         It is swapped out, if the policy says so, anything of it is computed and there is room; or it waits to be
         computed again.
 
         Returns:
-            The ids of its sequences, and the blocks to be moved to the host.
+            The ids of its sequences, the blocks to be moved to the host, and who of it was done and has ended now.
         """
         assert self.running[-1] is group, "only the latest arrival may be preempted"
+        ended = self._let_go(group.unfinished)
+        if not group.unfinished:
+            return [], [], ended
         self.running.pop()
         self.free_slots += group.spare_slots
         group.spare_slots = []
@@ -240,7 +247,7 @@ class Roster:
                 self._forget_memory(seq)
         self.num_preemptions += len(members)
         self._enter(self.waiting if moves is None else self.swapped, group)
-        return [seq.seq_id for seq in members[::-1]], moves or []
+        return [seq.seq_id for seq in members[::-1]], moves or [], ended
 
     def _try_to_swap(self, group: SequenceGroup, members: list[Sequence]) -> Moves | None:
         """Swaps a group out, or says that it must be computed again."""
@@ -262,6 +269,9 @@ class Roster:
         for group in sorted(self.groups.values(), key=_arrival):
             group.spare_slots = []
             for seq in group.unfinished:
+                if seq.done:
+                    seq.status, (seq.finish_reason, seq.stop_reason) = _FINISHED, seq.done
+                    continue
                 self.num_preemptions += seq.status is not _WAITING
                 seq.num_preemptions += seq.status is not _WAITING
                 seq.num_pending = seq.num_sealed = seq.slot = 0
@@ -273,6 +283,29 @@ class Roster:
         arrivals = {group.arrival for group in self.waiting}
         self.next_index = {arrival: index for arrival, index in self.next_index.items() if arrival in arrivals}
         self.free_slots = list(range(self.config.max_num_seqs, 0, -1))
+        self.filling = False
+
+    def complete(self, seq: Sequence, reason: str, stop_reason: str | int | None) -> str | None:
+        """Ends a sequence that has all its tokens, or holds it until its batch ends; the reason if it has ended."""
+        if self.batching.holds and seq.status is _RUNNING and seq.num_computed >= seq.prefill_len:
+            seq.done, seq.decode_until = (reason, stop_reason), 0
+            return None
+        self.finish_sequence(seq, reason, stop_reason)
+        return reason
+
+    def end_batch(self) -> list[int]:
+        """Ends all that run if all are done; their ids."""
+        running = [seq for group in self.running for seq in group.unfinished]
+        if not running or not all(seq.done for seq in running):
+            return []
+        return self._let_go(running)
+
+    def _let_go(self, members: list[Sequence]) -> list[int]:
+        """Ends those of the sequences that are done; their ids."""
+        done = [(seq, seq.done) for seq in members if seq.done]
+        for seq, (reason, stop_reason) in done:  # type: ignore[misc]
+            self.finish_sequence(seq, reason, stop_reason)
+        return [seq.seq_id for seq, _ in done]
 
     def finish(self, group: SequenceGroup, reason: str, stop_reason: str | int | None) -> None:
         """Ends all sequences of a request."""

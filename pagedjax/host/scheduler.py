@@ -68,13 +68,15 @@ class Scheduler:
 
         Raises:
             UnknownRequest: if the parent is not one of the unfinished requests.
-            InvalidRequest: if it has several sequences.
+            InvalidRequest: if it has several sequences, or has all its tokens.
             OutOfSlots: if no more sequences may run; nothing is changed then.
         """
         family = self.get(request_id)
         parent = family.only
         if parent is None:
             raise InvalidRequest(f"request {request_id!r} has several samples or beams: only n=1 can be forked")
+        if parent.done is not None:
+            raise InvalidRequest(f"request {request_id!r} has all its tokens: it only waits for its batch to end")
         assert not parent.num_pending, "the token of a step in flight is not known"
         check_request(request, self.config, self.allocator, self.roster.groups)
         return self.roster.fork(family, parent, request)
@@ -96,8 +98,11 @@ class Scheduler:
         self.roster.finish(self.get(request_id), reason, stop_reason)
 
     def finish_sequence(self, seq_id: int, reason: str, stop_reason: str | int | None = None) -> None:
-        """Ends one sample of a request for a reason that was found outside, such as a stop string."""
-        self.roster.finish_sequence(self.roster.sequences[seq_id], reason, stop_reason)
+        """Ends one sample of a request for a reason that was found outside, such as a stop string.
+
+        With static batching it keeps its memory until its batch ends.
+        """
+        self.roster.complete(self.roster.sequences[seq_id], reason, stop_reason)
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
@@ -143,6 +148,8 @@ class Scheduler:
             is in flight until `update` gets its result; one without only reports.
         """
         step = Step(self.config, self.allocator, self.roster)
+        if self.roster.batching.holds:
+            step.ended += self.roster.end_batch()
         self._preempt_as_asked(step)
         add_chunk, add_sampling = step.chunks.append, step.sampling.append
         num_decodes = 0
@@ -171,6 +178,7 @@ class Scheduler:
         if plan is None:
             return None
         self.num_steps += 1
+        self.roster.filling = step.filling
         if plan.chunks:
             self._in_flight.append(step.in_flight(plan.step))
         return plan
@@ -206,6 +214,8 @@ class Scheduler:
             if seq.status is _FINISHED:
                 continue
             seq.num_pending -= 1
+            if seq.done is not None:  # it was planned ahead
+                continue
             if errors and seq.seq_id in errors:
                 self.roster.finish_sequence(seq, "error", errors[seq.seq_id])
                 add_update(SequenceUpdate(seq.seq_id, None, "error"))
@@ -233,8 +243,7 @@ class Scheduler:
             reason, stop_reason = "length", None
         else:
             return None
-        self.roster.finish_sequence(seq, reason, stop_reason)
-        return reason
+        return self.roster.complete(seq, reason, stop_reason)
 
     def _advance_beams(
         self, group: SequenceGroup, beam: BeamSearch, candidates: list[BeamCandidate], errors: dict[int, str]
@@ -249,7 +258,8 @@ class Scheduler:
             return
         survivors = beam.advance(candidates, [seq.token_ids[seq.prompt_len :] for seq in parents])
         if not survivors:
-            self.roster.finish(group, beam.hypotheses[0].finish_reason, None)
+            for seq in group.unfinished:
+                self.roster.complete(seq, beam.hypotheses[0].finish_reason, None)
             return
         going_on = {candidate.beam for candidate in survivors}
         for index, seq in enumerate(parents):

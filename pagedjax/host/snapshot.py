@@ -96,6 +96,7 @@ def dump_sequence(sequence: Sequence) -> dict[str, Any]:
         "status": sequence.status.value,
         "finish_reason": sequence.finish_reason,
         "stop_reason": sequence.stop_reason,
+        "done": sequence.done and list(sequence.done),
     }
 
 
@@ -110,8 +111,16 @@ def load_sequence(data: dict[str, Any], request: Request) -> Sequence:
         leader_id=None if data["leader_id"] is None else int(data["leader_id"]),
         finish_reason=data["finish_reason"],
         stop_reason=data["stop_reason"],
+        done=_load_done(data["done"]),
         **counts,
     )
+
+
+def _load_done(data: Any) -> tuple[str, Any] | None:
+    if data is None:
+        return None
+    reason, stop_reason = data
+    return str(reason), stop_reason
 
 
 def dump_group(group: SequenceGroup) -> dict[str, Any]:
@@ -163,6 +172,7 @@ def dump_scheduler(scheduler: Scheduler) -> dict[str, Any]:
         "running": [group.request.request_id for group in scheduler.roster.running],
         "swapped": [group.request.request_id for group in scheduler.roster.swapped],
         "num_asked": scheduler._num_asked,
+        "filling": scheduler.roster.filling,
         "free_slots": list(scheduler.roster.free_slots),
         "in_flight": [
             [step, [seq.seq_id for seq in sampling], [group.arrival for group in searching]]
@@ -213,6 +223,7 @@ def _fill(scheduler: Scheduler, data: dict[str, Any]) -> None:
     scheduler.roster.running = [scheduler.roster.groups[request_id] for request_id in data["running"]]
     scheduler.roster.swapped = [scheduler.roster.groups[request_id] for request_id in data["swapped"]]
     scheduler._num_asked = int(data["num_asked"])
+    scheduler.roster.filling = bool(data["filling"])
     scheduler.roster.free_slots = [int(slot) for slot in data["free_slots"]]
     scheduler._in_flight = deque(
         InFlight(

@@ -18,7 +18,8 @@ class Step:
         budget: tokens that it can still take.
         closed: whether nobody further may run: a running request has prompts left to compute, for which it may need a
             whole step.
-        chunks, copies, beams, swap_outs, swap_ins, preempted, failed: parts of the plan.
+        filling: of the roster, behind this step.
+        chunks, copies, beams, swap_outs, swap_ins, preempted, failed, ended: parts of the plan.
         sampling, searching: who waits for its result.
     """
 
@@ -32,7 +33,9 @@ class Step:
         "chunks",
         "closed",
         "copies",
+        "ended",
         "failed",
+        "filling",
         "preempted",
         "sampling",
         "searching",
@@ -47,6 +50,7 @@ class Step:
         self._coming = False  # whether all that ran before are planned
         self.budget = config.max_num_batched_tokens
         self.closed = False
+        self.filling = roster.filling
         self.chunks: list[ScheduledChunk] = []
         self.sampling: list[Sequence] = []
         self.copies: list[tuple[int, int]] = []
@@ -56,10 +60,11 @@ class Step:
         self.swap_ins: list[tuple[int, int]] = []
         self.preempted: list[int] = []
         self.failed: list[int] = []
+        self.ended: list[int] = []
 
     def plan(self, number: int) -> StepPlan | None:
         """The plan; None if there is nothing to do and nothing to report."""
-        if not (self.chunks or self.preempted or self.failed):
+        if not (self.chunks or self.preempted or self.failed or self.ended):
             return None
         return StepPlan(
             number,
@@ -71,6 +76,7 @@ class Step:
             tuple(self.beams),
             tuple(self.swap_outs),
             tuple(self.swap_ins),
+            tuple(self.ended),
         )
 
     def in_flight(self, number: int) -> InFlight:
@@ -91,11 +97,13 @@ class Step:
     def _plan_single(self, group: SequenceGroup, seq: Sequence) -> None:
         if seq.num_computed < seq.prefill_len:
             self._plan_prefill(group, seq)
-        elif seq.num_computed < seq.request.max_len - 1 and self._make_room(group, group.sequences):
+        elif (
+            seq.done is None and seq.num_computed < seq.request.max_len - 1 and self._make_room(group, group.sequences)
+        ):
             self._plan_decode(seq)
 
     def _plan_samples(self, group: SequenceGroup) -> None:
-        members = group.unfinished
+        members = [seq for seq in group.unfinished if seq.done is None]
         # Without those whose last token is on its way.
         decoding = [seq for seq in members if seq.prefill_len <= seq.num_computed < seq.request.max_len - 1]
         growing = [seq for seq in decoding if seq.num_computed >= seq.decode_until]
@@ -138,7 +146,7 @@ class Step:
     def _plan_beams(self, group: SequenceGroup, beam: BeamSearch) -> None:
         """Plans a step of all beams together; of prompts that do not fit into it, all but the last token."""
         beams = group.sequences
-        if beams[0].num_pending:  # which beams go on is known when the device has answered
+        if beams[0].num_pending or beams[0].done:  # which beams go on is known when the device has answered
             return
         wanted = sum(len(seq.token_ids) - seq.num_computed for seq in beams)
         if wanted > len(beams) and wanted > self._budget_of(group):
@@ -217,9 +225,10 @@ class Step:
 
     def preempt(self, group: SequenceGroup) -> None:
         """Takes the memory of the latest arrival."""
-        seq_ids, moves = self._roster.preempt(group)
+        seq_ids, moves, ended = self._roster.preempt(group)
         self.preempted += seq_ids
         self.swap_outs += moves
+        self.ended += ended
 
     def let_others_run(self) -> None:
         """Lets those run that do not, when all that do are planned and nobody had to give way.
@@ -230,8 +239,9 @@ class Step:
         if self.preempted:
             return
         self._swap_in()
-        if not self._roster.swapped:
-            self._admit_waiting()
+        roster = self._roster
+        if not roster.swapped and roster.batching.may_join(len(roster.running), roster.filling):
+            self.filling = self._admit_waiting()
 
     def _swap_in(self) -> None:
         """Brings back who is swapped out, in order of arrival, as far as tokens, slots and memory go."""
@@ -253,8 +263,12 @@ class Step:
             roster.resume(group, num_slots)
             self.plan_group(group)
 
-    def _admit_waiting(self) -> None:
-        """Admits from the head of the queue, skipping nobody, as far as tokens, slots and memory go."""
+    def _admit_waiting(self) -> bool:
+        """Admits from the head of the queue, skipping nobody, as far as tokens, slots and memory go.
+
+        Returns:
+            Whether somebody is left for want of nothing but tokens.
+        """
         roster, chunked = self._roster, self._config.enable_chunked_prefill
         while roster.waiting and self.budget and not self.closed:
             group = roster.waiting[0]
@@ -262,7 +276,7 @@ class Step:
             num_slots = roster.slots_for(group)
             # A preempted one may wait for its last token.
             if not roster.may_run(num_slots) or any(seq.num_pending for seq in members):
-                break
+                return False
             if not (chunked or len(members[0].token_ids) <= self.budget):
                 break
             alone = not roster.running
@@ -270,11 +284,12 @@ class Step:
                 admissions = self._allocator.admit(members, alone=alone)
             except OutOfBlocks:
                 if not alone:
-                    break
+                    return False
                 self._fail(group, max(len(seq.token_ids) for seq in members))
                 continue
             roster.start(group, members, admissions, num_slots)
             self.plan_group(group)
+        return bool(roster.waiting)
 
     def _fail(self, group: SequenceGroup, num_tokens: int) -> None:
         """Ends a request that could not go on though it had the whole pool to itself."""

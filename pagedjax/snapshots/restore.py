@@ -19,7 +19,7 @@ from pagedjax.models.loader import LoadedModel, load_model
 from pagedjax.output_data import load_output
 from pagedjax.prefixes import RegisteredPrefix
 from pagedjax.snapshots.files import MANIFEST, Arrays, list_snapshots, read_snapshot
-from pagedjax.snapshots.state import VERSION, fingerprint, held_blocks
+from pagedjax.snapshots.state import VERSION, fingerprint
 
 if TYPE_CHECKING:
     from pagedjax.engine import Engine
@@ -146,7 +146,7 @@ def load_state(engine: Engine, state: dict[str, Any], arrays: Arrays) -> None:
 
 
 def _load_blocks(engine: Engine, arrays: Arrays) -> None:
-    ids, host_ids = held_blocks(engine.allocator)
+    ids, host_ids = engine.allocator.held_blocks()
     pool = engine.runner.host_pool
     if ids:
         parts = [arrays[f"pool{number}"] for number in range(len(pool.arrays))]

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import jax
 import numpy as np
 
-from pagedjax.host.allocator import PagedAllocator
+from pagedjax.baselines import make_allocator
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.output_data import dump_output
 from pagedjax.snapshots.files import Arrays
@@ -70,7 +70,7 @@ def fingerprint(params: dict[str, Any]) -> str:
 
 def _settled(engine: Engine, keep_kv: bool) -> Scheduler:
     """A scheduler in the engine's state, for which no device knows of any sequence, or of which nothing is computed."""
-    scheduler = Scheduler(engine.scheduler.config, PagedAllocator(engine.cache_config))
+    scheduler = Scheduler(engine.scheduler.config, make_allocator(engine.cache_config, engine.max_model_len))
     scheduler.restore(engine.scheduler.snapshot())
     if keep_kv:
         scheduler.roster.introduce_all()
@@ -82,7 +82,7 @@ def _settled(engine: Engine, keep_kv: bool) -> Scheduler:
 def _blocks(engine: Engine) -> Arrays:
     """Bytes of all blocks that hold something: {array: [blocks, bytes]}; nothing of a pool that holds nothing."""
     arrays: Arrays = {}
-    ids, host_ids = held_blocks(engine.allocator)
+    ids, host_ids = engine.allocator.held_blocks()
     if ids:
         arrays |= {f"pool{number}": _bytes(part) for number, part in enumerate(engine.runner.read_blocks(ids))}
     if host_ids:
@@ -90,12 +90,6 @@ def _blocks(engine: Engine) -> Arrays:
         rows = np.array(host_ids) - 1
         arrays |= {f"host{number}": _bytes(part[rows]) for number, part in enumerate(engine.runner.host_pool.arrays)}
     return arrays
-
-
-def held_blocks(allocator: PagedAllocator) -> tuple[list[int], list[int]]:
-    """Blocks of the device's pool and of the swap space that hold something, in the order in which they are saved."""
-    host = allocator.swap_space.pool
-    return allocator.pool.holding(), host.holding() if host else []
 
 
 def _bytes(array: np.ndarray) -> np.ndarray:

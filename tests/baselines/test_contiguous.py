@@ -140,8 +140,8 @@ def fork(pipeline, rng):
 
 
 def test_snapshots_of_something_else_are_refused():
-    config = CacheConfig(4, 16)
-    allocator, paged = make_allocator("orca-max", config, 32), make_allocator("paged", config, 32)
+    allocator = make_allocator(CacheConfig(4, 16, allocator="orca-max"), 32)
+    paged = make_allocator(CacheConfig(4, 16), 32)
     for one, other in ((allocator, paged), (paged, allocator)):
         with pytest.raises(SnapshotError):
             one.restore(other.snapshot())

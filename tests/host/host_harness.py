@@ -81,11 +81,14 @@ def make_scheduler(
     num_host_blocks: int = 0,
     preemption: str = "auto",
     allocator: str = "paged",
+    batching: str = "continuous",
 ) -> Scheduler:
     """A scheduler over an allocator."""
-    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill, preemption)
-    cache = CacheConfig(block_size, num_blocks, watermark, enable_prefix_caching, num_host_blocks=num_host_blocks)
-    return Scheduler(config, make_allocator(allocator, cache, max_model_len))
+    config = SchedulerConfig(
+        max_num_seqs, max_num_batched_tokens, max_model_len, enable_chunked_prefill, preemption, batching
+    )
+    cache = CacheConfig(block_size, num_blocks, watermark, enable_prefix_caching, 0, num_host_blocks, allocator)
+    return Scheduler(config, make_allocator(cache, max_model_len))
 
 
 def paged(scheduler: Scheduler) -> PagedAllocator:
@@ -310,8 +313,7 @@ class Pipeline:
         self.searches: dict[str, Request] = {}
         self.found: dict[str, list[Hypothesis]] = {}
         allocator = scheduler.allocator
-        num_host_blocks = allocator.swap_space.num_blocks if isinstance(allocator, PagedAllocator) else 0
-        sizes = allocator.block_size, allocator.num_blocks, num_host_blocks
+        sizes = allocator.block_size, allocator.num_blocks, allocator.occupancy().host
         self.device = BookkeepingDevice(*sizes, self.sequences)
         self.results: deque[StepResult] = deque()
         self.plans: list[StepPlan] = []
@@ -342,10 +344,15 @@ class Pipeline:
 
     def step(self) -> bool:
         """Plans and executes a step, reads results back as far as `depth` asks; whether anything happened."""
+        searching, alive = self._searching(), dict(self.scheduler.roster.sequences)
         plan = self.scheduler.schedule()
         if plan is not None:
             self.plans.append(plan)
             self.ends.update({seq_id: "error" for seq_id in plan.failed if seq_id in self.requests})
+            for seq_id in plan.ended:
+                if seq_id in self.requests:
+                    self.ends[seq_id] = str(alive[seq_id].finish_reason)
+            self._note_found(searching)
             for search in plan.beams:
                 for chunk in plan.chunks[search.first_chunk : search.first_chunk + search.num_chunks]:
                     self.sequences[chunk.seq_id] = self.searches[search.request_id], 0
@@ -361,24 +368,33 @@ class Pipeline:
 
     def read_back(self) -> None:
         """Gives the oldest result to the scheduler."""
-        running = {
-            group.request.request_id: group for group in self.scheduler.roster.groups.values() if group.beam is not None
-        }
+        searching = self._searching()
         for seq_id, token, reason in self.scheduler.update(self.results.popleft()):
             assert seq_id not in self.ends, "a token for a sequence that had ended"
             if token is not None:
                 self.outputs[seq_id].append(token)
             if reason is not None:
                 self.ends[seq_id] = reason
-        for request_id, group in running.items():
+        self._note_found(searching)
+
+    def _searching(self) -> list[SequenceGroup]:
+        return [group for group in self.scheduler.roster.groups.values() if group.beam is not None]
+
+    def _note_found(self, groups: list[SequenceGroup]) -> None:
+        """Keeps what the searches among these found that have ended by now."""
+        for group in groups:
             if group.beam is not None and not group.unfinished and group.sequences[0].finish_reason != "error":
-                self.found[request_id] = group.beam.hypotheses
+                self.found[group.request.request_id] = group.beam.hypotheses
 
     def fail(self) -> None:
         """A step failed: nothing on the device can be relied on, and no result comes any more."""
         self.results.clear()
         self.device.lose_everything()
+        searching, alive = self._searching(), dict(self.scheduler.roster.sequences)
         self.scheduler.recover()
+        for seq_id in (alive.keys() - self.scheduler.roster.sequences.keys()) & self.requests.keys():
+            self.ends[seq_id] = str(alive[seq_id].finish_reason)
+        self._note_found(searching)
 
     def read_all(self) -> None:
         """Gives all results to the scheduler, so that all tokens are known."""

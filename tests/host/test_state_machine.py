@@ -48,10 +48,21 @@ class SchedulerMachine(RuleBasedStateMachine):
         caching=st.booleans(),
         num_host_blocks=st.sampled_from([0, 2, 5, 20]),
         preemption=st.sampled_from(["auto", "swap", "swap", "recompute"]),
+        batching=st.sampled_from(["continuous", "continuous", "static"]),
         depth=st.integers(0, 1),
     )
     def start(
-        self, num_blocks, block_size, max_num_seqs, budget, watermark, caching, num_host_blocks, preemption, depth
+        self,
+        num_blocks,
+        block_size,
+        max_num_seqs,
+        budget,
+        watermark,
+        caching,
+        num_host_blocks,
+        preemption,
+        batching,
+        depth,
     ):
         self.shape = {
             "num_blocks": num_blocks,
@@ -64,6 +75,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             "enable_prefix_caching": caching,
             "num_host_blocks": num_host_blocks,
             "preemption": preemption,
+            "batching": batching,
         }
         self.num_slots = num_blocks * block_size
         self.pipeline = Pipeline(make_scheduler(**self.shape), depth)
@@ -157,7 +169,7 @@ class SchedulerMachine(RuleBasedStateMachine):
         try:
             self.pipeline.fork(old.request_id, new)
         except InvalidRequest:
-            assert parent.only is None
+            assert parent.only is None or parent.only.done is not None
         except OutOfSlots:
             assert self.scheduler.num_running
         else:
@@ -214,7 +226,7 @@ class SchedulerMachine(RuleBasedStateMachine):
             else:
                 self.scheduler.finish(group.request.request_id, reason, "END")
         for seq in ended:
-            assert seq.finish_reason == reason
+            assert seq.finish_reason == reason or seq.done == (reason, "END")
             if group.beam is None:
                 self.pipeline.ends[seq.seq_id] = reason
                 self.ended_from_outside.add(seq.seq_id)
