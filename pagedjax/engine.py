@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import logging
-import threading
 import time
+import traceback
 from collections.abc import Callable, Iterator
 from dataclasses import asdict, replace
 from itertools import count
@@ -20,7 +20,7 @@ import jax
 
 from pagedjax import __version__
 from pagedjax.baselines import make_allocator
-from pagedjax.config import EngineConfig
+from pagedjax.config import EngineConfig, require
 from pagedjax.device.backend import choose_backend
 from pagedjax.device.kv_pool import PoolInfo, plan_pool
 from pagedjax.device.memory import free_memory
@@ -28,6 +28,7 @@ from pagedjax.device.programs import num_compilations
 from pagedjax.device.runner import InFlight, Runner
 from pagedjax.errors import ConfigError, EngineDead, SnapshotError, UnknownRequest
 from pagedjax.event_log import EventLog
+from pagedjax.exclusive import Exclusive
 from pagedjax.host.block_map import block_map
 from pagedjax.host.plan import StepPlan
 from pagedjax.host.protocol import KVAllocator
@@ -41,7 +42,7 @@ from pagedjax.prompt import Prompt
 from pagedjax.recorder import RecordingScheduler
 from pagedjax.request import BeamSearchParams, Request, RequestOutput, SamplingParams
 from pagedjax.scalars import shown
-from pagedjax.snapshots.files import write_snapshot
+from pagedjax.snapshots.files import snapshot_root, write_snapshot
 from pagedjax.snapshots.periodic import PeriodicSnapshots
 from pagedjax.snapshots.restore import restore_engine
 from pagedjax.snapshots.state import engine_state
@@ -89,8 +90,9 @@ class Engine:
         self._mail = Mailboxes()
         self._snapshots = PeriodicSnapshots.of(self.config, self.save)
         self._failed_at: dict[str, int] = {}  # tokens known of the requests in the last step that failed
-        self._closing: list[str] = []
-        self._lock = threading.RLock()
+        self._fingerprint: str | None = None
+        self._device_lost = False
+        self._lock = Exclusive()
         self._stepping = False
         self._num_requests = 0
         self.reset_stats()
@@ -264,15 +266,14 @@ class Engine:
     def close_mailbox(self, request_id: str) -> None:
         """Forgets a mailbox, and ends its request if it has not ended.
 
-        Called while the same thread makes a step, as garbage collection may, it waits until the step is done.
+        Called while the same thread is inside of the engine, as garbage collection may, it waits until that is done.
         """
         check_id(request_id)
-        with self._lock:
-            if self._stepping:
-                self._closing.append(request_id)
-                return
-            if self._mail.close(request_id) and request_id in self._trackers.by_request:
-                self.abort(request_id)
+        self._lock.when_free(lambda: self._close_mailbox(request_id))
+
+    def _close_mailbox(self, request_id: str) -> None:
+        if self._mail.close(request_id) and request_id in self._trackers.by_request and not self._stepping:
+            self.abort(request_id)
 
     def _advance(self) -> None:
         with self._uninterrupted():
@@ -301,12 +302,14 @@ class Engine:
         stuck = [request_id for request_id, tokens in known.items() if self._failed_at.get(request_id) == tokens]
         self._failed_at = known
         self._in_flight = None
+        self._device_lost = True
         self.scheduler.recover()
-        self.runner.recover()
         self._prefixes.compute_again()
         ended = f"; {len(stuck)} end with this error, which is their second" if stuck else ""
-        message = "a step with %s request(s) failed%s; all others are computed again"
-        _LOG.error(message, len(known), ended, exc_info=error)
+        # As text: a record that holds the exception keeps alive all that it passed, such as streams that are dropped.
+        shown_error = "".join(traceback.format_exception(error)).rstrip()
+        message = "a step with %s request(s) failed%s; all others are computed again\n%s"
+        _LOG.error(message, len(known), ended, shown_error)
         for request_id in stuck:
             self.scheduler.finish(request_id, "error", f"the step failed: {type(error).__name__}: {error}")
         self._deliver(self._trackers.close_ended())
@@ -320,10 +323,11 @@ class Engine:
             self._stepping = True
             yield
             self._stepping = False
-            while self._closing:
-                self.close_mailbox(self._closing.pop())
 
     def _step(self) -> None:
+        if self._device_lost:
+            self.runner.recover()
+            self._device_lost = False
         began = time.perf_counter()
         plan = self.scheduler.schedule()
         self._counters.host_seconds += time.perf_counter() - began
@@ -428,11 +432,13 @@ class Engine:
         Raises:
             SnapshotError: it could not be written; the engine is as it was.
         """
+        require(isinstance(keep_kv, bool), "keep_kv", keep_kv, "True or False")
+        root = snapshot_root(path)
         with self._lock:
             self._settle()
             state, arrays = engine_state(self, keep_kv)
             try:
-                return write_snapshot(Path(path), state, arrays)
+                return write_snapshot(root, state, arrays)
             except OSError as error:
                 raise SnapshotError(f"no snapshot was written to {path}: {error.strerror or error}") from error
 
@@ -455,7 +461,7 @@ class Engine:
         Raises:
             SnapshotError: there is no whole snapshot, or it is of another version, model or configuration.
         """
-        return restore_engine(cls, Path(path), model, config, progress)
+        return restore_engine(cls, snapshot_root(path), model, config, progress)
 
     # ------------------------------------------------------------------ looking inside
 

@@ -132,8 +132,9 @@ class EventLog:
             return
         data = b"".join(self._buffer)
         try:
-            if os.fstat(self._fd).st_size != self._size:
-                self._fail("something else writes to it")
+            found = os.fstat(self._fd)
+            if found.st_nlink == 0 or found.st_size != self._size:
+                self._fail("something else writes to it" if found.st_nlink else "it was deleted")
                 return
             _append(self._fd, data, self._size)
         except OSError as error:

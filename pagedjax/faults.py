@@ -5,6 +5,7 @@ Each function arms one fault of an engine and returns what disarms it.
 
 from __future__ import annotations
 
+import copy
 import os
 import signal
 from collections.abc import Callable
@@ -33,6 +34,8 @@ def preempt_every(engine: Engine, steps: int, num_requests: int | None = 1) -> D
         num_requests: how many of those that run; None is all of them.
     """
     _check_count("steps", steps)
+    ok = num_requests is None or is_int(num_requests, 1)
+    require(ok, "num_requests", num_requests, "None or an integer of at least 1")
     scheduler, update = engine.scheduler, engine.scheduler.update
     count = 0
 
@@ -70,9 +73,10 @@ def raise_in_step(
     """
     _check_count("number", number)
     _check_count("times", times)
+    require(isinstance(error, BaseException), "error", error, "an exception")
 
     def fail() -> None:
-        raise error
+        raise copy.copy(error)  # one that was raised keeps alive all that it passed
 
     return _at(*_place(engine, moment), number, fail, times)
 

@@ -90,7 +90,7 @@ class Intake:
             seed=-1,
             stop_ids=frozenset(sampling.stop_token_ids).union(ends),
             max_len=self._max_len(len(token_ids), sampling),
-            arrival_time=time.monotonic() if arrival_time is None else arrival_time,
+            arrival_time=time.monotonic() if arrival_time is None else float(arrival_time),
             prompt=text,
             beam=beam,
             cache_salt=cache_salt,

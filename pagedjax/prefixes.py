@@ -45,10 +45,12 @@ class Prefixes:
 
     Attributes:
         by_name: those that were computed. Where their blocks are lost, they are computed again unasked.
+        pending: names of those that are being computed for the first time.
     """
 
     def __init__(self, engine: Engine) -> None:
         self.by_name: dict[str, RegisteredPrefix] = {}
+        self.pending: set[str] = set()
         self._engine = engine
 
     def register(self, prefix: Prompt, cache_salt: str | None) -> RegisteredPrefix:
@@ -67,6 +69,7 @@ class Prefixes:
             registered = RegisteredPrefix(name, token_ids, num_blocks * size, num_blocks, cache_salt)
             if num_blocks:
                 self._compute(registered)
+                self.pending.add(name)
                 engine.open_mailbox(name, every=False)
             else:
                 engine._num_requests += 1
@@ -74,7 +77,9 @@ class Prefixes:
             self._wait_for(name)
         else:
             warn_shares_nothing(len(token_ids), size)
-        self.by_name[name] = registered
+        with engine._lock:
+            self.pending.discard(name)
+            self.by_name[name] = registered
         return registered
 
     def _compute(self, prefix: RegisteredPrefix) -> None:
@@ -94,8 +99,10 @@ class Prefixes:
         finally:
             engine.close_mailbox(name)
             with engine._lock:
-                if reason != "length" and name in engine.allocator.pins():
-                    engine.scheduler.unpin(name)
+                if reason != "length":
+                    self.pending.discard(name)
+                    if name in engine.allocator.pins():
+                        engine.scheduler.unpin(name)
         if reason != "length":
             raise PagedJaxError(f"the prefix could not be computed: {reason}")
 

@@ -419,3 +419,12 @@ def test_a_last_line_that_is_no_event_is_torn(tmp_path):
     with pytest.warns(RuntimeWarning, match=r"its last line was torn, .* \(16 bytes\)$"):
         open_log(tmp_path / "log").close()
     assert events_of(tmp_path / "log") == ["start", "start"]
+
+
+def test_a_log_that_was_deleted_ends_with_a_warning(tmp_path):
+    log = EventLog(tmp_path / "log", HEADER)
+    (tmp_path / "log").unlink()
+    log.write({"event": "preempt"})
+    with pytest.warns(RuntimeWarning, match=r"cannot be written \(it was deleted\): it ends with event 1 of this run"):
+        log.flush()
+    assert log.failed

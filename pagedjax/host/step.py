@@ -64,6 +64,7 @@ class Step:
 
     def plan(self, number: int) -> StepPlan | None:
         """The plan; None if there is nothing to do and nothing to report."""
+        assert self.budget >= 0, f"{-self.budget} tokens more are planned than a step has"
         if not (self.chunks or self.preempted or self.failed or self.ended):
             return None
         return StepPlan(
@@ -149,7 +150,8 @@ class Step:
         if beams[0].num_pending or beams[0].done:  # which beams go on is known when the device has answered
             return
         wanted = sum(len(seq.token_ids) - seq.num_computed for seq in beams)
-        if wanted > len(beams) and wanted > self._budget_of(group):
+        # One token each is what is left for them, unless they were admitted just now.
+        if wanted > self.budget or (wanted > len(beams) and wanted > self._budget_of(group)):
             self.closed = True
             self._plan_beam_prefills(group)
             return

@@ -94,11 +94,15 @@ def save_checkpoint(
 
 
 @contextmanager
-def quiet_orbax() -> Iterator[None]:
-    """Keeps off stderr what Orbax warns of when one process alone saves: that no other has a part to merge."""
+def quiet_orbax(least: int = logging.ERROR) -> Iterator[None]:
+    """Keeps off stderr what Orbax warns of when one process alone saves: that no other has a part to merge.
+
+    Args:
+        least: of the levels, what is still said.
+    """
     logger = logging.getLogger("absl")
     level = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.setLevel(least)
     try:
         yield
     finally:

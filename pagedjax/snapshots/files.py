@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import logging
 import os
 import re
 import shutil
@@ -26,6 +27,7 @@ import orbax.checkpoint as ocp
 from pagedjax.errors import SnapshotError
 from pagedjax.interrupt import interrupts_deferred
 from pagedjax.models.checkpoint import quiet_orbax
+from pagedjax.scalars import shown
 
 KEPT = 2
 MANIFEST, STATE, ARRAYS = "manifest.json", "state.json", "arrays"
@@ -35,10 +37,25 @@ Arrays = dict[str, np.ndarray]
 
 
 def list_snapshots(root: Path) -> list[Path]:
-    """The snapshots in a folder, oldest first."""
+    """The snapshots in a folder, oldest first; nothing else that lies there is one, whatever its name."""
     if not root.is_dir():
         return []
-    return sorted(path for path in root.iterdir() if path.name.isdecimal() and path.is_dir())
+    named = (path for path in root.iterdir() if re.fullmatch(r"[0-9]{8,}", path.name))
+    found = [path for path in named if (path / MANIFEST).is_file() or (path / STATE).is_file()]
+    return sorted(found, key=lambda path: int(path.name))
+
+
+def snapshot_root(path: object) -> Path:
+    """A path that a user gave. Raises SnapshotError for what is none."""
+    try:
+        if not isinstance(path, str | os.PathLike) or not os.fspath(path):
+            raise TypeError
+        os.fsencode(path)
+        if "\0" in str(path):
+            raise ValueError
+    except (TypeError, ValueError):
+        raise SnapshotError(f"path={shown(path)} is not allowed: it must be the path of a folder") from None
+    return Path(path)  # type: ignore[arg-type]
 
 
 def check_root(root: Path) -> None:
@@ -58,7 +75,7 @@ def write_snapshot(root: Path, state: dict[str, Any], arrays: Arrays) -> Path:
     root.mkdir(parents=True, exist_ok=True)
     _remove_unfinished(root)
     before = list_snapshots(root)
-    name = f"{int(before[-1].name) + 1 if before else 1:08d}"
+    name = _next_name(root, before)
     unfinished = root / f"{_UNFINISHED}{name}"
     try:
         with interrupts_deferred():
@@ -96,11 +113,18 @@ def read_snapshot(folder: Path) -> tuple[dict[str, Any], Arrays]:
     return state, _read_arrays(folder) if ARRAYS in {name.partition("/")[0] for name in files} else {}
 
 
+def _next_name(root: Path, before: list[Path]) -> str:
+    number = int(before[-1].name) + 1 if before else 1
+    while (root / f"{number:08d}").exists():  # something of somebody else's
+        number += 1
+    return f"{number:08d}"
+
+
 def _write_files(folder: Path, state: dict[str, Any], arrays: Arrays) -> None:
     folder.mkdir()
     (folder / STATE).write_text(json.dumps(state))
     if arrays:
-        with quiet_orbax(), ocp.Checkpointer(_handler()) as checkpointer:
+        with quiet_orbax(logging.CRITICAL), ocp.Checkpointer(_handler()) as checkpointer:
             checkpointer.save((folder / ARRAYS).absolute(), args=ocp.args.PyTreeSave(arrays))
     files = {
         path.relative_to(folder).as_posix(): [path.stat().st_size, _sha256(path)] for path in sorted(_files(folder))

@@ -14,10 +14,12 @@ import numpy as np
 
 from pagedjax.config import EngineConfig
 from pagedjax.device.compilation_cache import use_compilation_cache
-from pagedjax.errors import SnapshotError
+from pagedjax.errors import ConfigError, SnapshotError
+from pagedjax.intake import check_config
 from pagedjax.models.loader import LoadedModel, load_model
 from pagedjax.output_data import load_output
 from pagedjax.prefixes import RegisteredPrefix
+from pagedjax.scalars import shown
 from pagedjax.snapshots.files import MANIFEST, Arrays, list_snapshots, read_snapshot
 from pagedjax.snapshots.state import VERSION, fingerprint
 
@@ -34,17 +36,25 @@ def restore_engine(
     engine_class: type[Engine], path: Path, model: LoadedModel | None, config: EngineConfig | None, progress: bool
 ) -> Engine:
     """See `Engine.restore`."""
+    if model is not None and not isinstance(model, LoadedModel):
+        raise ConfigError(f"model={shown(model)} must be a LoadedModel, which load_model() gives, or None")
+    if config is not None:
+        check_config(config)
     folder, state, arrays = read_newest(path)
     with _making_sense(folder):
         check_version(state, folder)
         config = resolve_config(state, config)
+        source = state["model"]["source"]
     if model is None:
+        if "name" not in source:
+            raise SnapshotError(f"{folder} records {source} as its model's source, which has no name: give model=")
         use_compilation_cache()
-        model = load_model(state["model"]["source"]["name"], dtype=config.dtype, progress=progress)
+        model = load_model(source["name"], dtype=config.dtype, progress=progress)
     with _making_sense(folder):
-        check_model(state, model)
+        check_shape(state, model)
     engine = engine_class(model, config, progress)
     with _making_sense(folder):
+        check_weights(state, engine)
         load_state(engine, state, arrays)
     return engine
 
@@ -56,7 +66,7 @@ def _making_sense(folder: Path) -> Iterator[None]:
         yield
     except SnapshotError:
         raise
-    except (KeyError, IndexError, TypeError, ValueError, AttributeError) as error:
+    except Exception as error:  # there are many ways not to make sense
         raise SnapshotError(f"{folder} makes no sense: {error!r}") from error
 
 
@@ -66,12 +76,15 @@ def read_newest(path: Path) -> tuple[Path, dict[str, Any], Arrays]:
     Raises:
         SnapshotError: there is none.
     """
-    candidates = [path] if (path / MANIFEST).exists() or not list_snapshots(path) else list_snapshots(path)[::-1]
+    try:
+        candidates = [path] if (path / MANIFEST).exists() else list_snapshots(path)[::-1] or [path]
+    except OSError as error:
+        raise SnapshotError(f"no snapshot can be used in {path}: {error.strerror}") from error
     refused: list[str] = []
     for folder in candidates:
         try:
             state, arrays = read_snapshot(folder)
-        except (SnapshotError, OSError, ValueError) as error:
+        except (SnapshotError, OSError, ValueError, RecursionError) as error:
             refused.append(f"{error}")
             continue
         if refused:
@@ -105,8 +118,8 @@ def resolve_config(state: dict[str, Any], config: EngineConfig | None) -> Engine
     return replace(recorded, **changes)
 
 
-def check_model(state: dict[str, Any], model: LoadedModel) -> None:
-    """Raises SnapshotError unless the model is the one of the snapshot."""
+def check_shape(state: dict[str, Any], model: LoadedModel) -> None:
+    """Raises SnapshotError unless the model is of the snapshot's shape."""
     recorded = state["model"]
     theirs, ours = recorded["config"], _plain(asdict(model.config))
     for name, value in theirs.items():
@@ -115,9 +128,14 @@ def check_model(state: dict[str, Any], model: LoadedModel) -> None:
                 f"the snapshot is of another model ({recorded['source']}): its {name} is {value!r}, but "
                 f"{model.source} has {ours.get(name)!r}"
             )
-    if recorded["fingerprint"] != fingerprint(model.params):
+
+
+def check_weights(state: dict[str, Any], engine: Engine) -> None:
+    """Raises SnapshotError unless the weights are those of the snapshot."""
+    recorded = state["model"]
+    if recorded["fingerprint"] != fingerprint(engine):
         raise SnapshotError(
-            f"the snapshot is of other weights ({recorded['source']}) than those of {model.source}, in this dtype"
+            f"the snapshot is of other weights ({recorded['source']}) than those of {engine.source}, in this dtype"
         )
 
 
@@ -137,12 +155,23 @@ def load_state(engine: Engine, state: dict[str, Any], arrays: Arrays) -> None:
     for name, data in state["trackers"]:
         engine._trackers.by_request[name].restore(data, seconds)
     engine._num_requests = state["num_requests"]
-    engine._mail.deliver(load_output(data, seconds) for data in state["outputs"])
+    outputs = [load_output(data, seconds) for data in state["outputs"]]
     for data in state["prefixes"]:
         prefix = RegisteredPrefix(**{**data, "token_ids": tuple(data["token_ids"])})
         engine._prefixes.by_name[prefix.name] = prefix
+    engine._mail.deliver(output for output in outputs if output.request_id not in state["registering"])
+    _give_up(engine, state["registering"])
     _load_blocks(engine, arrays)
     engine._prefixes.compute_again()
+
+
+def _give_up(engine: Engine, names: list[str]) -> None:
+    """Ends the prefixes that were being registered: who waited for them is gone."""
+    for name in names:
+        if engine.is_unfinished(name):
+            engine.abort(name)
+        if name in engine.allocator.pins():
+            engine.scheduler.unpin(name)
 
 
 def _load_blocks(engine: Engine, arrays: Arrays) -> None:

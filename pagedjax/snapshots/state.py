@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import hashlib
 import time
+import zlib
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -33,7 +34,7 @@ def engine_state(engine: Engine, keep_kv: bool) -> tuple[dict[str, Any], Arrays]
         "model": {
             "config": asdict(engine.model_config),
             "source": engine.source,
-            "fingerprint": fingerprint(engine.params),
+            "fingerprint": fingerprint(engine),
         },
         "config": asdict(engine.config),
         "decided": _decided(engine),
@@ -44,6 +45,7 @@ def engine_state(engine: Engine, keep_kv: bool) -> tuple[dict[str, Any], Arrays]
         "trackers": [[name, tracker.snapshot()] for name, tracker in engine._trackers.by_request.items()],
         "outputs": [dump_output(output) for output in engine._mail.all()],
         "prefixes": [asdict(prefix) for prefix in engine.prefixes],
+        "registering": sorted(engine._prefixes.pending),
     }
     return state, _blocks(engine) if keep_kv else {}
 
@@ -58,14 +60,15 @@ def _decided(engine: Engine) -> dict[str, Any]:
     }
 
 
-def fingerprint(params: dict[str, Any]) -> str:
-    """Tells weights apart by a few numbers of each array: SHA-256, in hexadecimal."""
-    digest = hashlib.sha256()
-    for path, leaf in jax.tree_util.tree_leaves_with_path(params):
-        on_cpu = next(iter(leaf.devices())).platform == "cpu"  # where nothing need be copied, nor compiled
-        values = np.asarray((np.asarray(leaf) if on_cpu else leaf)[(0,) * (leaf.ndim - 1)])[:64]
-        digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype}".encode() + values.tobytes())
-    return digest.hexdigest()
+def fingerprint(engine: Engine) -> str:
+    """Of all weights, in hexadecimal: SHA-256 over shape, dtype and CRC-32 of every array. Once an engine."""
+    if engine._fingerprint is None:
+        digest = hashlib.sha256()
+        for path, leaf in jax.tree_util.tree_leaves_with_path(engine.params):
+            crc = zlib.crc32(memoryview(np.asarray(leaf).reshape(-1).view(np.uint8)))  # type: ignore[arg-type]
+            digest.update(f"{jax.tree_util.keystr(path)} {leaf.shape} {leaf.dtype} {crc:08x}\n".encode())
+        engine._fingerprint = digest.hexdigest()
+    return engine._fingerprint
 
 
 def _settled(engine: Engine, keep_kv: bool) -> Scheduler:

@@ -9,8 +9,10 @@ import pytest
 from engine_harness import Runs, drain
 
 from pagedjax import faults
+from pagedjax.device.kv_pool import KVPool
 from pagedjax.engine import Engine
 from pagedjax.errors import ConfigError, EngineDead
+from pagedjax.llm import LLM
 from pagedjax.request import BeamSearchParams, RequestOutput, SamplingParams
 
 SAMPLES = SamplingParams(n=3, max_tokens=14, temperature=1.0, seed=5, ignore_eos=True, logprobs=1)
@@ -59,8 +61,9 @@ def test_what_failed_is_logged_with_its_traceback(runs: Runs, caplog: pytest.Log
     faults.raise_in_step(engine, 2, RuntimeError("boom"))
     runs.run(engine, runs.prompts(5), PARAMS[2])
     (record,) = [record for record in caplog.records if record.name == "pagedjax"]
-    assert record.getMessage() == "a step with 1 request(s) failed; all others are computed again"
-    assert record.exc_info and str(record.exc_info[1]) == "boom"
+    message, *lines = record.getMessage().splitlines()
+    assert message == "a step with 1 request(s) failed; all others are computed again"
+    assert lines[0].startswith("Traceback") and lines[-1] == "RuntimeError: boom"
 
 
 @pytest.mark.parametrize("number", range(1, 12, 2))
@@ -161,6 +164,42 @@ def test_a_device_that_takes_the_pool_with_it(
     assert_nothing_leaked(engine)
 
 
+def test_memory_that_is_not_there_for_a_new_pool_either(
+    runs: Runs, prompts: list[list[int]], undisturbed: list[list[Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine = runs.engine(max_num_seqs=4)
+    ids = [engine.add_request({"prompt_token_ids": p}, q) for p, q in zip(prompts, PARAMS, strict=True)]
+    for _ in range(4):
+        engine.step()
+    faults.raise_in_step(engine, 1, OUT_OF_MEMORY)
+    create, calls = KVPool.create, 0
+
+    def fail_once(*args: Any) -> KVPool:
+        nonlocal calls
+        calls += 1
+        if calls == 1:
+            raise ConfigError("cannot be allocated")
+        return create(*args)
+
+    monkeypatch.setattr(KVPool, "create", fail_once)
+    done = {output.request_id: output for output in drain(engine) if output.finished}
+    assert engine.stats().num_failed_steps == 2
+    assert results([done[ids[2]]]) == undisturbed[2:], "it waited meanwhile"
+    assert {c.finish_reason for c in done[ids[0]].outputs} <= {"length", "error"}
+    assert_nothing_leaked(engine)
+
+
+def test_a_fault_keeps_no_stream_alive(runs: Runs) -> None:
+    llm = LLM(runs.model, runs.config(), progress=False)
+    runs.share(llm.engine)
+    error = RuntimeError("boom")
+    faults.raise_in_step(llm.engine, 2, error)
+    stream = llm.stream({"prompt_token_ids": [1, 2, 3]}, PARAMS[2])
+    next(stream)
+    del stream
+    assert not llm.engine.has_unfinished() and error.__traceback__ is None
+
+
 @pytest.mark.parametrize("caching", [False, True])
 def test_registered_prefixes_are_computed_again(runs: Runs, caching: bool) -> None:
     engine = runs.engine(enable_prefix_caching=caching)
@@ -213,3 +252,7 @@ def test_faults_say_what_they_take(runs: Runs) -> None:
     for arm in (faults.preempt_every, faults.fail_allocation, faults.kill_in_step):
         with pytest.raises(ConfigError, match="=0 is not allowed: .* an integer of at least 1"):
             arm(engine, 0)
+    with pytest.raises(ConfigError, match="error='foo' is not allowed: error must be an exception"):
+        faults.raise_in_step(engine, 1, "foo")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="num_requests=-1 is not allowed"):
+        faults.preempt_every(engine, 2, -1)

@@ -11,11 +11,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import jax
+import numpy as np
 import pytest
 from engine_harness import TINY, Runs, drain
 
 from pagedjax.engine import Engine
 from pagedjax.errors import ConfigError, ModelError, SnapshotError
+from pagedjax.llm import LLM
 from pagedjax.models.llama import init_params
 from pagedjax.models.loader import LoadedModel
 from pagedjax.request import BeamSearchParams, RequestOutput, SamplingParams
@@ -296,6 +299,72 @@ def test_the_configuration_that_a_run_was_begun_with_does_to_resume_it(runs: Run
     assert restored.pool_info.num_blocks == engine.pool_info.num_blocks
     with pytest.raises(SnapshotError, match="an engine with pool_bytes=1048576, but config has pool_bytes=2097152"):
         Engine.restore(tmp_path, runs.model, replace(config, pool_bytes=2 << 20))
+
+
+def test_one_changed_weight_is_seen(runs: Runs, two_snapshots: list[Path]) -> None:
+    params = jax.tree.map(lambda leaf: leaf, runs.model.params)
+    leaves, tree = jax.tree.flatten(params)
+    last = max(range(len(leaves)), key=lambda index: leaves[index].size)
+    leaves[last] = leaves[last].at[-1, -1].add(1e-3)
+    other = LoadedModel(TINY, jax.tree.unflatten(tree, leaves), None, {"name": "other"})
+    with pytest.raises(SnapshotError, match="of other weights"):
+        Engine.restore(two_snapshots[-1], model=other, progress=False)
+
+
+def test_bad_arguments_are_named(runs: Runs, tmp_path: Path) -> None:
+    engine = runs.engine()
+    for path in (b"x", 5, None, "", "a\0b", "/x/\ud800"):
+        for use in (engine.save, lambda path: Engine.restore(path, model=runs.model)):
+            with pytest.raises(SnapshotError, match=r"^path=.* is not allowed: it must be the path of a folder$"):
+                use(path)  # type: ignore[arg-type]
+    engine.save(tmp_path)
+    with pytest.raises(SnapshotError, match="File name too long"):
+        Engine.restore("a" * 300, model=runs.model)
+    with pytest.raises(ConfigError, match="keep_kv='no' is not allowed"):
+        engine.save(tmp_path, keep_kv="no")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="model='smollm2-135m' must be a LoadedModel"):
+        Engine.restore(tmp_path, model="smollm2-135m")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="must be an EngineConfig, or None"):
+        Engine.restore(tmp_path, runs.model, config={})  # type: ignore[arg-type]
+
+
+def test_what_else_lies_in_the_folder_is_let_alone(runs: Runs, tmp_path: Path) -> None:
+    for name in ("2022", "00000002", "20240101"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "precious.txt").write_text("data")
+    engine = runs.engine()
+    saved = [engine.save(tmp_path).name for _ in range(4)]
+    assert saved == ["00000001", "00000003", "00000004", "00000005"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["00000002", "00000004", "00000005", "2022", "20240101"]
+    assert list_snapshots(tmp_path)[-1].name == "00000005"
+
+
+def test_a_prefix_that_was_being_registered_leaves_nothing(runs: Runs, tmp_path: Path) -> None:
+    engine = runs.engine(snapshot_path=str(tmp_path), snapshot_every=1, max_num_batched_tokens=8)
+    engine.register_prefix({"prompt_token_ids": runs.prompts(32)[0]})
+    for saved in list_snapshots(tmp_path):
+        restored = Engine.restore(saved, model=runs.model, progress=False)
+        assert [output.request_id for output in drain(restored)] == []
+        assert restored.stats().usage.free == restored.pool_info.num_slots and restored.prefixes == []
+        restored.reset_prefix_cache()
+
+
+def test_numbers_of_numpy_are_written(runs: Runs, tmp_path: Path) -> None:
+    engine = runs.engine()
+    engine.add_request({"prompt_token_ids": [1, 2]}, GREEDY_ONE, arrival_time=np.float32(1.5))  # type: ignore[arg-type]
+    engine.add_request({"prompt_token_ids": [1, 2]}, GREEDY_ONE, arrival_time=np.int64(2))  # type: ignore[arg-type]
+    engine.save(tmp_path)
+
+
+def test_a_stream_dropped_while_the_engine_is_saved_ends_behind_it(runs: Runs, tmp_path: Path) -> None:
+    llm = LLM(runs.model, runs.config(), progress=False)
+    runs.share(llm.engine)
+    streams = [llm.stream({"prompt_token_ids": [1, 2, number]}, GREEDY) for number in range(1, 4)]
+    next(streams[0])
+    with llm.engine._lock:
+        streams.clear()  # as the garbage collector might, inside of anything
+        assert len(llm.engine._trackers.by_request) == 3
+    assert not llm.engine.has_unfinished()
 
 
 # ---------------------------------------------------------------------- periodic snapshots, and disks

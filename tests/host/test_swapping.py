@@ -260,3 +260,21 @@ def test_recovering_computes_everything_again():
     pipeline.run_to_end()
     for seq_id, request in zip(ids, requests, strict=True):
         assert (pipeline.outputs[seq_id], pipeline.ends[seq_id]) == expected_end(request, 24)
+
+
+def test_beams_found_in_the_cache_but_for_their_last_tokens_wait_for_a_step_that_has_room():
+    """Admitted again, each beam needs just one token, for which no running sequence has left room."""
+    scheduler = make_scheduler(28, block_size=4, max_num_batched_tokens=8, enable_prefix_caching=True, max_num_seqs=8)
+    pipeline = Pipeline(scheduler, depth=0)
+    pipeline.add(make_request(0, 12, max_tokens=40, prompt_logprobs=0))
+    pipeline.add(make_request(1, 12, max_tokens=10, beam=BeamSearchParams(2, 10)))
+    pipeline.add(make_request(2, 10, max_tokens=5))
+    while len(scheduler.get("r1").sequences[0].token_ids) < 13:
+        pipeline.step()
+    for _ in range(len(scheduler.roster.running)):
+        scheduler.preempt_latest()
+    while pipeline.step():
+        scheduler.check_invariants()
+        for plan in pipeline.plans:
+            assert plan.num_tokens <= 8 and all(chunk.num_tokens >= 0 for chunk in plan.chunks)
+    assert not scheduler.has_unfinished()
