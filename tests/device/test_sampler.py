@@ -106,13 +106,37 @@ def test_drawn_tokens_have_the_models_frequencies() -> None:
     assert chi_square < 39 + 5 * np.sqrt(2 * 39)  # mean and 5 standard deviations at 39 degrees of freedom
 
 
-@given(st.floats(0, 1, exclude_max=True, width=32), st.integers(0, 2**31))
-def test_a_token_without_weight_is_never_drawn(uniform: float, seed: int) -> None:
+@given(st.integers(0, 2**31))
+def test_a_token_without_weight_is_never_drawn(seed: int) -> None:
     weights = np.random.default_rng(seed).random((VOCAB, 1)).astype(np.float32)
     weights[np.random.default_rng(seed + 1).random(VOCAB) < 0.9] = 0
     weights[VOCAB // 2] = 1.0
-    token = int(sampler.draw(weights, np.array([uniform], np.float32))[0])
+    clocks = np.array(sampler.clocks(make_rows(1, positions=seed % 1000), VOCAB))
+    clocks[VOCAB // 2] = clocks.max() + 10  # even where it is the last to ring
+    token = int(sampler.draw(weights, clocks)[0])
     assert weights[token, 0] > 0
+
+
+def test_clocks_are_exponential_down_to_the_unlikely_and_never_stand_still() -> None:
+    found = np.sort(np.asarray(sampler.clocks(make_rows(40, positions=np.arange(40)), 50_000)).ravel())
+    assert 0 < found[0] < 1e-5 and found[-1] < 17
+    assert abs(found.mean() - 1) < 5 / np.sqrt(found.size)
+    for limit in (1e-5, 1e-3, 0.1, 1.0, 3.0):
+        count, expected = (found < limit).sum(), found.size * -np.expm1(-limit)
+        assert abs(count - expected) < 5 * np.sqrt(expected)
+
+
+def test_rounding_hardly_ever_changes_a_draw() -> None:
+    """Logits of the same tokens in another batch differ by 4e-6: that must not draw another token."""
+    rng = np.random.default_rng(0)
+    logits = rng.standard_normal((50_000, 32)).astype(np.float32)  # nearly flat: neighbours are as likely
+    choose = jax.jit(sampler.choose)
+    flips = 0
+    for step in range(20):
+        rows = make_rows(32, positions=np.arange(32) + 32 * step)
+        noise = rng.uniform(-4e-6, 4e-6, logits.shape).astype(np.float32)
+        flips += int((np.asarray(choose(logits, rows)) != np.asarray(choose(logits + noise, rows))).sum())
+    assert flips == 0
 
 
 def test_a_rows_draw_depends_on_its_own_key_alone() -> None:
@@ -128,14 +152,15 @@ def test_a_rows_draw_depends_on_its_own_key_alone() -> None:
 
 def test_seed_sample_and_position_each_change_the_draw() -> None:
     def numbers(**fields: Any) -> list[float]:
-        return np.asarray(sampler.uniforms(make_rows(3, **fields))).tolist()
+        return np.asarray(sampler.clocks(make_rows(3, **fields), VOCAB))[0].tolist()
 
     assert len(set(numbers(seeds=[[0, 1], [0, 2], [1, 1]]))) == 3
     assert len(set(numbers(sample_index=[0, 1, 2]))) == 3
     assert len(set(numbers(positions=[0, 1, 2]))) == 3
     key = jax.random.fold_in(jax.random.fold_in(jax.random.key(9), 2), 3)
-    got = sampler.uniforms(make_rows(1, seeds=[[0, 9]], sample_index=2, positions=3))
-    assert got[0] == jax.random.uniform(key)
+    got = np.asarray(sampler.clocks(make_rows(1, seeds=[[0, 9]], sample_index=2, positions=3), VOCAB))[:, 0]
+    bits = np.asarray(jax.random.bits(key, (VOCAB,), jnp.uint32)).astype(np.float64)
+    np.testing.assert_allclose(got, -np.log1p(-(bits + 0.5) / 2**32), rtol=1e-4)
 
 
 @given(st.integers(0, 2**31), st.integers(1, 5))
