@@ -67,7 +67,7 @@ def beam_buckets(max_num_seqs: int) -> tuple[int, ...]:
 
 
 def copy_buckets(max_num_seqs: int) -> tuple[int, ...]:
-    """Numbers of blocks that one call copies: at most one for every sequence."""
+    """Numbers of blocks that one call copies: with paging, at most one for every sequence."""
     return _sizes_up_to(max_num_seqs, first=4, base=8)
 
 

@@ -221,7 +221,8 @@ class Runner:
         """
         self._apply_changes(plan, sequences)
         for copies in independent(plan.copies):
-            self._copy_blocks(copies)
+            for first, count in row_slices(len(copies), self._copy_buckets):
+                self._copy_blocks(copies[first : first + count])
         batch = self._slots.build_batch(plan, self._token_buckets)
         size = len(batch.token_ids)
         rows, hidden, self.pool = self.programs.backbone(size)(
