@@ -1,0 +1,80 @@
+"""How long a step takes: a roofline over weights, KV memory and operations, and what the host adds."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import NamedTuple, Protocol
+
+from pagedjax.sim.hardware import NUMBER_BYTES, ModelSpec, Server
+
+
+class StepShape(NamedTuple):
+    """What a step does.
+
+    Attributes:
+        num_tokens: computed.
+        num_seqs: that take part.
+        num_context: tokens whose K and V are read, summed over the sequences.
+        num_swapped: blocks moved to the host or back.
+        num_copied: blocks copied on the device.
+    """
+
+    num_tokens: int
+    num_seqs: int
+    num_context: int
+    num_swapped: int = 0
+    num_copied: int = 0
+
+
+class CostModel(Protocol):
+    """Any function of a step's shape."""
+
+    def seconds(self, step: StepShape) -> float:
+        """How long it takes."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """Weights and operations overlap, the KV cache is read beside them, and the host adds its own.
+
+    Attributes:
+        weights_efficiency: of the memory's bandwidth, when weights are read (0.7 to 0.85 in Vidur's measured matrix
+            products on A100).
+        kv_efficiency: of the bandwidth, when blocks are read: three quarters of that.
+        flops_efficiency: of the peak (0.74 to 0.79 there, for large products).
+        seconds_per_step, seconds_per_seq: of the host. Calibrated with two bars of the paper's Fig. 13, and nothing
+            else: by Little's law, 30.42 requests at 2 a second with outputs of 338 tokens mean 45 ms a step, 132.44 at
+            30 a second with 58.45 tokens 75.5 ms.
+    """
+
+    model: ModelSpec
+    server: Server
+    block_size: int
+    weights_efficiency: float = 0.8
+    kv_efficiency: float = 0.6
+    flops_efficiency: float = 0.74
+    seconds_per_step: float = 3e-3
+    seconds_per_seq: float = 0.33e-3
+
+    def seconds(self, step: StepShape) -> float:
+        """How long the step takes."""
+        model, chip, number = self.model, self.server.chip, self.server.num_chips
+        read = model.weight_bytes / (number * self.weights_efficiency * chip.bandwidth)
+        peak = chip.peak_flops["bfloat16"]
+        compute = step.num_tokens * model.flops_per_token / (number * self.flops_efficiency * peak)
+        kv_bytes = step.num_context * model.kv_bytes_per_token
+        attention = kv_bytes / (number * self.kv_efficiency * chip.bandwidth)
+        block_bytes = self.block_size * model.kv_bytes_per_token
+        swap = step.num_swapped * block_bytes / (number * self.server.host_link)
+        copy = 2 * step.num_copied * block_bytes / (number * self.kv_efficiency * chip.bandwidth)
+        host = self.seconds_per_step + self.seconds_per_seq * step.num_seqs
+        return max(read, compute) + attention + swap + copy + host + self._reduce(step)
+
+    def _reduce(self, step: StepShape) -> float:
+        """Of the all-reduces: two a layer."""
+        if self.server.all_reduce is None:
+            return 0.0
+        latency, bandwidth = self.server.all_reduce
+        each = latency + step.num_tokens * self.model.hidden_size * NUMBER_BYTES / bandwidth
+        return 2 * self.model.num_layers * each
