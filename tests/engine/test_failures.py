@@ -142,6 +142,7 @@ def test_an_engine_whose_every_step_fails_ends_all_requests(runs: Runs, prompts:
         assert runs.run(engine, prompts, PARAMS)[2].outputs[0].finish_reason == "length"
 
 
+@pytest.mark.jax_matrix
 def test_a_device_that_takes_the_pool_with_it(
     runs: Runs, prompts: list[list[int]], undisturbed: list[list[Any]]
 ) -> None:

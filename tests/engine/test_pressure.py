@@ -103,6 +103,7 @@ def test_a_round_trip_is_bit_exact(runs: Runs, dtype: str) -> None:
     assert content(engine, request_id) == before
 
 
+@pytest.mark.jax_matrix
 def test_blocks_may_travel_through_pinned_memory(
     runs: Runs, prompts: list[list[int]], unpressed: list[list[Any]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -104,6 +104,7 @@ def test_a_restored_engine_goes_on_with_the_same_tokens(
     assert tokens(both, names) == tokens(uninterrupted, names)
 
 
+@pytest.mark.jax_matrix
 def test_swapped_requests_come_back_from_the_snapshot(runs: Runs, prompts: list[list[int]], tmp_path: Path) -> None:
     engine, names = start(runs, prompts, **PRESSED)
     for _ in range(5):
