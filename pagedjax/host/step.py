@@ -261,9 +261,10 @@ class Step:
                     break
                 self._fail(group, max(seq.capacity for seq in members))
                 continue
-            self.swap_ins += moves
             roster.resume(group, num_slots)
             self.plan_group(group)
+            if group.unfinished:  # else it has outgrown the pool, and the next one may take the same blocks
+                self.swap_ins += moves
 
     def _admit_waiting(self) -> bool:
         """Admits from the head of the queue, skipping nobody, as far as tokens, slots and memory go.

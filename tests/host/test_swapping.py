@@ -278,3 +278,17 @@ def test_beams_found_in_the_cache_but_for_their_last_tokens_wait_for_a_step_that
         for plan in pipeline.plans:
             assert plan.num_tokens <= 8 and all(chunk.num_tokens >= 0 for chunk in plan.chunks)
     assert not scheduler.has_unfinished()
+
+
+def test_who_outgrows_the_pool_as_it_comes_back_moves_nothing():
+    """The next one may come back to the same blocks in the same step."""
+    scheduler = make_scheduler(4, block_size=2, num_host_blocks=16, preemption="swap", max_num_seqs=4)
+    scheduler.add(make_request(0, 7, max_tokens=9))
+    run(scheduler)
+    plan, _ = run(scheduler)  # its eighth token fills the pool
+    scheduler.preempt_latest()
+    scheduler.schedule()
+    scheduler.add(make_request(1, 5, max_tokens=2))
+    plan = scheduler.schedule()
+    assert plan is not None and plan.failed == (0,)
+    assert plan.swap_ins == () and [chunk.seq_id for chunk in plan.chunks] == [1]
