@@ -89,7 +89,7 @@ class Engine:
         self._in_flight: InFlight | None = None
         self._mail = Mailboxes()
         self._snapshots = PeriodicSnapshots.of(self.config, self.save)
-        self._failed_at: dict[str, int] = {}  # tokens known of the requests in the last step that failed
+        self._failed_at: dict[str, int] = {}  # of each request: tokens known in the last step of its that failed
         self._fingerprint: str | None = None
         self._device_lost = False
         self._lock = Exclusive()
@@ -300,7 +300,7 @@ class Engine:
         self._counters.num_failed_steps += 1
         known = self.scheduler.step_requests()
         stuck = [request_id for request_id, tokens in known.items() if self._failed_at.get(request_id) == tokens]
-        self._failed_at = known
+        self._failed_at = {name: n for name, n in self._failed_at.items() if name in self._trackers.by_request} | known
         self._in_flight = None
         self._device_lost = True
         self.scheduler.recover()

@@ -92,19 +92,19 @@ def make_server(model: ModelSpec, chip: str | None = None, num_chips: int | None
     """A server for a model: the paper's own if nothing else is said, or if that is what is said.
 
     Args:
-        chip: a name of `pallas_kernels.chips`.
-        num_chips: 1, 2, 4 or 8.
+        chip: a name of `pallas_kernels.chips` whose link to the host is known.
+        num_chips: 1, 4 or 8.
 
     Raises:
         ConfigError: there is no such chip or number, or the model does not fit; it says by how much.
     """
     data = _data("servers.toml")
     paper = data["paper"].get(model.name)
-    known = ", ".join(CHIPS)
+    known = ", ".join(data["host_link"])
     if chip is None:
         require(paper is not None, "chip", chip, f"one of {known} for {model.name}, which the paper does not run")
         chip = str(paper["chip"])
-    require(chip in CHIPS, "chip", chip, f"one of {known}")
+    require(chip in data["host_link"], "chip", chip, f"one of {known}")
     if num_chips is None:
         num_chips = int(paper["num_chips"]) if paper and paper["chip"] == chip else 1
     numbers = (1, *(int(number) for number in data["all_reduce"]))

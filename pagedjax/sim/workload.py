@@ -49,25 +49,23 @@ ARRIVALS: dict[str, Callable[[float, int], Iterator[float]]] = {
 }
 
 
-def make_request(number: int, lengths: Lengths, time: float, n: int = 1) -> Request:
+def make_request(number: int, lengths: Lengths, time: float) -> Request:
     """A request whose output has a length that is known beforehand; its tokens are all alike."""
     prompt_len, output_len = lengths
-    params = SamplingParams(n=n, max_tokens=output_len, ignore_eos=True)
+    params = SamplingParams(max_tokens=output_len, ignore_eos=True)
     prompt = (0,) * prompt_len
     return Request(str(number), number, prompt, params, 0, frozenset(), prompt_len + output_len, time)
 
 
-def timed(lengths: Iterable[Lengths], times: Iterator[float], duration: float, n: int = 1) -> Iterator[TimedRequest]:
+def timed(lengths: Iterable[Lengths], times: Iterator[float], duration: float) -> Iterator[TimedRequest]:
     """Requests of these lengths, one at each time up to `duration` seconds."""
     for number, (pair, time) in enumerate(zip(lengths, times, strict=False)):
         if time >= duration:
             return
-        yield TimedRequest(time, make_request(number, pair, time, n))
+        yield TimedRequest(time, make_request(number, pair, time))
 
 
-def paper_recipe(
-    pairs: Sequence[Lengths], rate: float, duration: float, seed: int, n: int = 1
-) -> Iterator[TimedRequest]:
+def paper_recipe(pairs: Sequence[Lengths], rate: float, duration: float, seed: int) -> Iterator[TimedRequest]:
     """The artifact's recipe: Poisson counts in bins of 10 ms; as many of the first pairs, shuffled.
 
     numpy's and Python's generators are seeded alike, as there.
@@ -80,7 +78,7 @@ def paper_recipe(
     times = [index * bin_seconds for index, number in enumerate(counts) for _ in range(number)]
     taken = list(pairs[: len(times)])
     random.Random(seed).shuffle(taken)
-    return timed(taken, iter(times), duration, n)
+    return timed(taken, iter(times), duration)
 
 
 def keep_servable(pairs: Iterable[Lengths], max_len: int) -> tuple[list[Lengths], dict[str, int]]:

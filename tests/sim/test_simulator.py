@@ -145,7 +145,7 @@ def test_every_model_has_a_server_that_it_fits_or_says_by_how_much_it_does_not()
         make_server(find_model("opt-13b"), "tpu")
     with pytest.raises(ConfigError, match="chip=None is not allowed: .* for llama3-8b, which the paper does not run"):
         make_server(find_model("llama3-8b"))
-    with pytest.raises(ConfigError, match="num_chips=3 is not allowed: num_chips must be one of 1, 2, 4, 8"):
+    with pytest.raises(ConfigError, match="num_chips=3 is not allowed: num_chips must be one of 1, 4, 8"):
         make_server(find_model("opt-13b"), "h100", 3)
 
 
