@@ -48,6 +48,11 @@ def packed_shapes(layout: PoolLayout, count: int) -> list[tuple[tuple[int, ...],
     return [values, (rows, np.dtype(np.float32))] if layout.scales else [values]
 
 
+def padded(blocks: np.ndarray, size: int) -> np.ndarray:
+    """Blocks, and zeros behind them, `size` in all: always a copy, which nobody else writes to."""
+    return np.concatenate([blocks, np.zeros((size - len(blocks), *blocks.shape[1:]), blocks.dtype)])
+
+
 class HostPool:
     """Blocks 1 to `num_blocks` in the host's memory.
 
@@ -57,7 +62,6 @@ class HostPool:
     def __init__(self, layout: PoolLayout, num_blocks: int, sharding: Any) -> None:
         # Written to once: memory that is not there must be missed now, not in an hour.
         self.arrays = [np.full(shape, 0, dtype) for shape, dtype in packed_shapes(layout, num_blocks)]
-        self._layout = layout
         self._sharding = sharding
         self._staging = _pinned(sharding)
         self._arriving: list[tuple[np.ndarray, Blocks]] = []
@@ -87,14 +91,11 @@ class HostPool:
     def load(self, ids: Sequence[int], size: int) -> Any:
         """Blocks as the device takes them, padded to `size`."""
         self.flush()
-        rows, parts = np.array(ids) - 1, []
-        for array, (shape, dtype) in zip(self.arrays, packed_shapes(self._layout, size), strict=True):
-            part = np.zeros(shape, dtype)
-            part[: len(rows)] = array[rows]
-            parts.append(part)
+        rows = np.array(ids) - 1
+        parts = tuple(padded(array[rows], size) for array in self.arrays)
         if self._staging is None:
-            return tuple(parts)
-        return jax.device_put(jax.device_put(tuple(parts), self._staging), self._sharding)
+            return parts
+        return jax.device_put(jax.device_put(parts, self._staging), self._sharding)
 
 
 def _pinned(sharding: Any) -> Any:

@@ -25,7 +25,7 @@ from pagedjax.device.batch import (
     token_buckets,
 )
 from pagedjax.device.beams import BeamOutput
-from pagedjax.device.host_pool import HostPool
+from pagedjax.device.host_pool import HostPool, padded
 from pagedjax.device.kv_pool import KVPool, PoolInfo
 from pagedjax.device.programs import Programs
 from pagedjax.device.sampler import SampleOutput, SamplerState, TokenLogprobs
@@ -202,10 +202,7 @@ class Runner:
         """Inverse of `read_blocks`."""
         for first, count in row_slices(len(ids), self._swap_buckets):
             size = bucket_for(count, self._swap_buckets)
-            blocks = tuple(
-                np.concatenate([part, np.zeros((size - count, *part.shape[1:]), part.dtype)])
-                for part in (array[first : first + count] for array in packed)
-            )
+            blocks = tuple(padded(array[first : first + count], size) for array in packed)
             rows = pad(np.array(ids[first : first + count], np.int32), size)
             self.pool = self.programs.scatter_blocks(size)(self.pool, rows, blocks)
 
