@@ -1,9 +1,11 @@
 """The log of an engine: what its scheduler was told and the plans that it made, one JSON object a line.
 
 A file holds one run or several, one after another. Each begins with a line of its own, whose `config` has the fields
-of `CacheConfig` and `SchedulerConfig`; `engine` is whatever the engine says of itself, and nobody needs it:
+of `CacheConfig` and `SchedulerConfig`; `engine` is whatever the engine says of itself, and nobody needs it, and `clock`
+says what the clock that arrival times are on showed then:
 
-    {"event":"start","version":1,"time":"2025-01-31T09:30:00.125+00:00","config":{"cache":{},"scheduler":{}},"engine":{}}
+    {"event":"start","version":1,"time":"2025-01-31T09:30:00.125+00:00","clock":12.5,
+     "config":{"cache":{},"scheduler":{}},"engine":{}}
 
 Every other line has `t`, the seconds since its run began, and is written when its event has happened:
 
@@ -105,7 +107,8 @@ class EventLog:
         self._buffer: list[bytes] = []
         self._num_buffered = 0  # bytes
         now = datetime.now(UTC).isoformat(timespec="milliseconds")
-        start = encode({"event": "start", "version": VERSION, "time": now, **header}) + b"\n"
+        begin = {"event": "start", "version": VERSION, "time": now, "clock": self._began}
+        start = encode({**begin, **header}) + b"\n"
         self._fd = -1
         self._fd, self._size = _begin(self.path, start)
         self.num_events = 1

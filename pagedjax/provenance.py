@@ -7,11 +7,15 @@ import platform
 import re
 import subprocess
 from collections.abc import Mapping
+from dataclasses import asdict
 from importlib import metadata
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import pagedjax
+
+if TYPE_CHECKING:
+    from pagedjax.engine import Engine
 
 # What is not declared, or only in an extra, and changes results or speed where it is installed.
 _ALSO = ("jaxlib", "jax-cuda12-plugin", "jax-cuda13-plugin", "libtpu", "torch")
@@ -43,6 +47,22 @@ def provenance(
         "configuration": dict(configuration),
         "seeds": dict(seeds),
     }
+
+
+def engine_provenance(engine: Engine, how: Mapping[str, Any], seeds: Mapping[str, int]) -> dict[str, Any]:
+    """The record of what an engine did: its whole configuration, as resolved, beside `how` it was used."""
+    import jax
+
+    configuration = {
+        "model": engine.source,
+        "engine": asdict(engine.config),
+        "num_blocks": engine.pool_info.num_blocks,
+        "max_model_len": engine.max_model_len,
+        "attention_backend": engine.runner.programs.backend.name,
+        **how,
+    }
+    device = next(iter(jax.tree.leaves(engine.params)[0].devices()))
+    return provenance(configuration, {**seeds, "engine": engine.config.seed}, device)
 
 
 def package_versions() -> dict[str, str]:

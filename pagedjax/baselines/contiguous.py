@@ -54,7 +54,6 @@ class ContiguousAllocator:
         self._max_model_len = max_model_len
         self._estimate = estimate
         max_order = max(0, num_blocks_for(max_model_len, self.block_size) - 1).bit_length()
-        max_order = max(0, num_blocks_for(max_model_len, self.block_size) - 1).bit_length()
         self.buddies = BuddyAllocator(config.num_blocks, max_order)
         self._chunks: dict[int, _Chunk] = {}  # by sequence
         self._spare: dict[str, list[_Chunk]] = {}  # of running beam searches, for beams to come

@@ -43,5 +43,10 @@ def random_workload(num_requests: int, seed: int, vocab_size: int) -> Workload:
     rng = np.random.default_rng(seed)
     prompt_lens = rng.integers(16, 256, num_requests)
     output_lens = rng.integers(16, 128, num_requests)
-    low, high = (1000, 40000) if vocab_size >= 40000 else (0, vocab_size)
+    low, high = token_range(vocab_size)
     return Workload([rng.integers(low, high, size).tolist() for size in prompt_lens], output_lens.tolist())
+
+
+def token_range(vocab_size: int) -> tuple[int, int]:
+    """The ids that random tokens are drawn from, [low, high)."""
+    return (1000, 40000) if vocab_size >= 40000 else (0, vocab_size)

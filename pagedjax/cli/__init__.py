@@ -1,4 +1,4 @@
-"""The command line: `pagedjax generate | chat | bench | info | replay`."""
+"""The command line: `pagedjax generate | chat | bench | info | simulate | replay`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,18 @@ INTERRUPTED = 130  # what a shell gives a command that Ctrl-C ended
 
 def build_parser() -> argparse.ArgumentParser:
     """One subcommand a module of this package; each sets `run`, a function of the parsed arguments."""
-    from pagedjax.cli import bench, chat, generate, info, replay  # here, so that `main` answers a Ctrl-C meanwhile
+    from pagedjax.cli import (
+        bench,
+        chat,
+        generate,
+        info,
+        replay,
+        simulate,
+    )  # here, so that `main` answers a Ctrl-C meanwhile
 
     parser = argparse.ArgumentParser(prog="pagedjax", description="PagedAttention in JAX.", allow_abbrev=False)
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", required=True)
-    for module in (generate, chat, bench, info, replay):
+    for module in (generate, chat, bench, info, simulate, replay):
         module.add_command(commands)
     return parser
 

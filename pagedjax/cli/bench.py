@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from tqdm import tqdm
 
+from pagedjax.cli.bench_simulator import simulator_rows
 from pagedjax.cli.flags import (
     add_json_flag,
     add_model_flags,
@@ -18,9 +18,10 @@ from pagedjax.cli.flags import (
     natural_int,
     positive_int,
     sampling_fields,
+    writable_file,
 )
 from pagedjax.cli.loading import llm_class
-from pagedjax.provenance import provenance
+from pagedjax.provenance import engine_provenance, provenance
 from pagedjax.tables import format_table, write_json
 
 if TYPE_CHECKING:
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
     from pagedjax.bench.workload import Workload
     from pagedjax.engine import Engine
 
+NUM_REQUESTS = 32
 OURS, OURS_ALONE, SAMPLED = "pagedjax", "pagedjax alone", "pagedjax sampled"
 BATCHED, IN_TURN, PEER_ALONE = "transformers batch 8", "transformers in turn", "transformers alone"
 COUNTERPART = {SAMPLED: OURS, BATCHED: OURS, IN_TURN: OURS, PEER_ALONE: OURS_ALONE}
@@ -41,7 +43,10 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     """Adds `bench`."""
     parser = commands.add_parser("bench", help="measure speed and memory use", allow_abbrev=False)
     parser.add_argument(
-        "--num-requests", type=positive_int, default=32, metavar="INT", help="in the workload (default: 32)"
+        "--num-requests",
+        type=positive_int,
+        metavar="INT",
+        help="in the workload (default: 32; against the simulator 100 at each rate)",
     )
     parser.add_argument(
         "--seed", type=natural_int, default=0, metavar="INT", help="of the workload's lengths and tokens (default: 0)"
@@ -50,7 +55,22 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "--repeats", type=positive_int, default=3, metavar="INT", help="passes; the median is shown (default: 3)"
     )
     parser.add_argument(
-        "--against", choices=["transformers"], help="run the same requests and weights through it too (needs torch)"
+        "--against",
+        choices=["transformers", "simulator"],
+        help="transformers: run the same requests and weights through it too (needs torch). simulator: measure step "
+        "times, serve requests as they come at some rates, and simulate the same",
+    )
+    parser.add_argument(
+        "--rates",
+        type=_rates,
+        metavar="RATE,...",
+        help="requests a second against the simulator (default: 40, 55 and 70 %% of what the engine ends at most)",
+    )
+    parser.add_argument(
+        "--step-times",
+        type=writable_file,
+        metavar="FILE",
+        help="measure how long steps take, and write FILE for `pagedjax simulate --cost-model FILE`",
     )
     parser.add_argument("--sampled", action="store_true", help="add a pass with temperature 1 and top-p 0.9")
     parser.add_argument(
@@ -66,11 +86,25 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one table: a column a system, in the order they took turns."""
-    rows, origin = _host_rows(args) if args.host else _system_rows(args)
+    if args.host:
+        rows, record = _host_rows(args)
+    elif args.step_times or args.rates or args.against == "simulator":
+        rows, engine = simulator_rows(args)
+        how = {"workload": {name: getattr(args, name) for name in ("num_requests", "rates")}}
+        record = engine_provenance(engine, how, {"workload": args.seed})
+    else:
+        rows, record = _system_rows(args)
     print(format_table(rows))
     if args.json:
-        write_json(args.json, [{**row, "provenance": origin} for row in rows])
+        write_json(args.json, [{**row, "provenance": record} for row in rows])
     return 0
+
+
+def _rates(text: str) -> tuple[float, ...]:
+    rates = tuple(float(part) for part in text.split(","))
+    if not all(0 < rate < float("inf") for rate in rates):
+        raise argparse.ArgumentTypeError(f"{text} has a rate that is not above 0")
+    return rates
 
 
 def _host_rows(args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
@@ -88,30 +122,15 @@ def _system_rows(args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:
     if args.against:
         require_torch()
     engine = llm_class()(args.model, config).engine
-    workload = random_workload(args.num_requests, args.seed, engine.model_config.vocab_size)
+    workload = random_workload(args.num_requests or NUM_REQUESTS, args.seed, engine.model_config.vocab_size)
     warm_up(engine, workload, **sampling)
     systems = _systems(args, engine, workload, sampling)
     runs = _take_turns(systems, args.repeats)
     median = {name: _median(passes) for name, passes in runs.items()}
-    return [_row(name, median, len(runs[name])) for name in systems], _origin(args, engine, sampling)
-
-
-def _origin(args: argparse.Namespace, engine: Engine, sampling: dict[str, Any]) -> dict[str, Any]:
-    """What was measured, where: everything that another run needs to be the same."""
-    import jax
-
-    pool = engine.pool_info
-    configuration = {
-        "model": engine.source,
-        "engine": dataclasses.asdict(engine.config),
-        "num_blocks": pool.num_blocks,
-        "max_model_len": engine.max_model_len,
-        "attention_backend": engine.runner.programs.backend.name,
-        "sampling": sampling,
-        "workload": {name: getattr(args, name) for name in ("num_requests", "repeats", "against", "sampled")},
-    }
-    device = next(iter(jax.tree.leaves(engine.params)[0].devices()))
-    return provenance(configuration, {"workload": args.seed, "engine": engine.config.seed}, device)
+    how = {name: getattr(args, name) for name in ("repeats", "against", "sampled")}
+    how["num_requests"] = len(workload.prompts)
+    record = engine_provenance(engine, {"sampling": sampling, "workload": how}, {"workload": args.seed})
+    return [_row(name, median, len(runs[name])) for name in systems], record
 
 
 def _systems(args: argparse.Namespace, engine: Engine, workload: Workload, sampling: dict[str, Any]) -> Systems:

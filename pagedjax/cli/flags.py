@@ -11,6 +11,7 @@ from types import NoneType
 
 from pagedjax.config import EngineConfig
 from pagedjax.request import SamplingParams
+from pagedjax.sim.config import SimulationConfig
 from pagedjax.tables import check_writable
 
 DEFAULT_MODEL = "smollm2-135m"
@@ -35,14 +36,24 @@ def add_sampling_flags(
     _add_flags(parser.add_argument_group("sampling"), SamplingParams, defaults, only or _names(SamplingParams))
 
 
+def add_simulation_flags(parser: argparse.ArgumentParser) -> None:
+    """A flag for every field of `SimulationConfig`."""
+    _add_flags(parser.add_argument_group("simulation"), SimulationConfig, {}, _names(SimulationConfig))
+
+
 def add_json_flag(parser: argparse.ArgumentParser) -> None:
     """`--json FILE`: the printed table again, as records."""
-    parser.add_argument("--json", metavar="FILE", type=_writable_file, help="write the table's rows to FILE too")
+    parser.add_argument("--json", metavar="FILE", type=writable_file, help="write the table's rows to FILE too")
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:
     """What the engine's flags said. Raises ConfigError."""
     return EngineConfig(**_given(args, EngineConfig))
+
+
+def simulation_config(args: argparse.Namespace) -> SimulationConfig:
+    """What the simulation's flags said. Raises ConfigError."""
+    return SimulationConfig(**_given(args, SimulationConfig))
 
 
 def sampling_fields(args: argparse.Namespace) -> dict[str, typing.Any]:
@@ -64,6 +75,15 @@ def natural_int(text: str) -> int:
     if value < 0:
         raise argparse.ArgumentTypeError(f"{value} is not at least 0")
     return value
+
+
+def writable_file(text: str) -> str:
+    """The name of a file that can be written, for argparse: said before the work, not after it."""
+    try:
+        check_writable(text)
+    except OSError as error:
+        raise argparse.ArgumentTypeError(f"cannot write {text!r} ({error.strerror})") from None
+    return text
 
 
 def _names(cls: type) -> list[str]:
@@ -135,12 +155,3 @@ def _token_ids(text: str) -> tuple[int, ...]:
 def _biases(text: str) -> dict[int, float]:
     pairs = (part.partition("=") for part in text.split(","))
     return {int(token): float(bias) for token, _, bias in pairs}
-
-
-def _writable_file(text: str) -> str:
-    # Said before the work, not after it.
-    try:
-        check_writable(text)
-    except OSError as error:
-        raise argparse.ArgumentTypeError(f"cannot write {text!r} ({error.strerror})") from None
-    return text

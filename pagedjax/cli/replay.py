@@ -6,7 +6,7 @@ import argparse
 import sys
 from pathlib import Path
 
-from pagedjax.cli.flags import _writable_file, add_json_flag
+from pagedjax.cli.flags import add_json_flag, writable_file
 from pagedjax.errors import LogError
 from pagedjax.replay import replay
 from pagedjax.tables import format_table, write_json
@@ -18,7 +18,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     parser = commands.add_parser("replay", help="plan the steps of an engine's event log again", allow_abbrev=False)
     parser.add_argument("log", metavar="LOG", help="what an engine with event_log=LOG wrote")
     parser.add_argument(
-        "--trace", metavar="FILE", type=_writable_file, help="write a trace to FILE, for https://ui.perfetto.dev"
+        "--trace", metavar="FILE", type=writable_file, help="write a trace to FILE, for https://ui.perfetto.dev"
     )
     parser.add_argument(
         "--check-invariants", action="store_true", help="check the scheduler's state after every event (slow)"

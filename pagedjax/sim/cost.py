@@ -3,27 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple, Protocol
+from typing import Protocol
 
 from pagedjax.sim.hardware import NUMBER_BYTES, ModelSpec, Server
-
-
-class StepShape(NamedTuple):
-    """What a step does.
-
-    Attributes:
-        num_tokens: computed.
-        num_seqs: that take part.
-        num_context: tokens whose K and V are read, summed over the sequences.
-        num_swapped: blocks moved to the host or back.
-        num_copied: blocks copied on the device.
-    """
-
-    num_tokens: int
-    num_seqs: int
-    num_context: int
-    num_swapped: int = 0
-    num_copied: int = 0
+from pagedjax.sim.records import StepShape
 
 
 class CostModel(Protocol):
@@ -60,7 +43,8 @@ class Roofline:
     def seconds(self, step: StepShape) -> float:
         """How long the step takes."""
         model, chip, number = self.model, self.server.chip, self.server.num_chips
-        read = model.weight_bytes / (number * self.weights_efficiency * chip.bandwidth)
+        weight_bytes = model.weight_bytes if step.num_tokens else 0  # a step may do nothing but swap
+        read = weight_bytes / (number * self.weights_efficiency * chip.bandwidth)
         peak = chip.peak_flops["bfloat16"]
         compute = step.num_tokens * model.flops_per_token / (number * self.flops_efficiency * peak)
         kv_bytes = step.num_context * model.kv_bytes_per_token

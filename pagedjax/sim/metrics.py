@@ -7,7 +7,7 @@ from collections import Counter
 from typing import Any
 
 from pagedjax.host.protocol import KVUsage
-from pagedjax.sim.simulator import RequestRecord, StepRecord
+from pagedjax.sim.records import RequestRecord, StepRecord
 
 _FINENESS = math.log(1.005)
 
@@ -46,15 +46,21 @@ class Summary:
 
     Args:
         num_slots: of the pool, in tokens.
-        since: seconds; steps that end before are left out, requests never (paper section 6.1 averages over all).
+        since, until: seconds; steps that end before or after are left out, requests never (paper section 6.1 averages
+            over all).
     """
 
-    def __init__(self, num_slots: int, since: float = 0.0) -> None:
+    def __init__(self, num_slots: int, since: float = 0.0, until: float = math.inf) -> None:
         self._num_slots = num_slots
         self._since = since
+        self._until = until
         self._usage = [0] * len(KVUsage._fields)
         self._num_steps = 0
         self._num_running = 0
+        self._sharing = 0.0
+        self._num_sharing = 0
+        self._swapped = 0
+        self._reasons = Counter[str]()
         self._tokens = 0
         self._last = 0.0
         self._preemptions = 0
@@ -65,33 +71,52 @@ class Summary:
     def on_step(self, step: StepRecord) -> None:
         """Takes a step in."""
         self._last = step.end
-        if step.end < self._since:
+        self._swapped += step.shape.num_swapped
+        if not self._since <= step.end <= self._until:
             return
         self._num_steps += 1
         self._num_running += step.num_running
         self._usage = [total + slots for total, slots in zip(self._usage, step.usage, strict=True)]
+        if step.physical_blocks:
+            self._sharing += step.logical_blocks / step.physical_blocks
+            self._num_sharing += 1
 
     def on_request(self, request: RequestRecord) -> None:
-        """Takes a request in."""
-        self._tokens += request.output_len
+        """Takes a request in; one that was aborted, failed or has no output has no latencies."""
+        self._reasons[request.finish_reason] += 1
+        self._tokens += request.num_output_tokens
         self._preemptions += request.num_preemptions
+        if request.finish_reason not in ("stop", "length") or not request.output_len:
+            return
         self.normalized_latency.add(request.normalized_latency)
         self.first_token.add(request.first_token - request.arrival)
         if request.output_len > 1:
             self.between_tokens.add((request.end - request.first_token) / (request.output_len - 1))
 
     def row(self) -> dict[str, Any]:
-        """Fractions of the pool, requests, seconds and tokens a second."""
+        """Fractions of the pool, requests, seconds, tokens a second, blocks.
+
+        `sharing_saving` is 1 - 1 / (mean over steps of logical / physical blocks), as in the paper's Fig. 15.
+        """
         slots = max(1, self._num_steps * self._num_slots)
         return {
             **{name: total / slots for name, total in zip(KVUsage._fields, self._usage, strict=True)},
             "mean_batched_requests": self._num_running / max(1, self._num_steps),
-            "requests": self.normalized_latency.count,
-            "normalized_latency_s": self.normalized_latency.mean,
-            "normalized_latency_p50_s": self.normalized_latency.quantile(0.5),
-            "normalized_latency_p99_s": self.normalized_latency.quantile(0.99),
-            "time_to_first_token_s": self.first_token.mean,
-            "time_between_tokens_s": self.between_tokens.mean,
+            "requests": self._reasons.total(),
+            "failed_requests": self._reasons.total() - self.normalized_latency.count,
+            **_spread("normalized_latency", self.normalized_latency),
+            **_spread("time_to_first_token", self.first_token),
+            **_spread("time_between_tokens", self.between_tokens),
             "output_tokens_per_s": self._tokens / self._last if self._last else 0.0,
+            "requests_per_s": self._reasons.total() / self._last if self._last else 0.0,
+            "seconds": self._last,
             "preemptions": self._preemptions,
+            "swapped_blocks": self._swapped,
+            "sharing_saving": 1 - self._num_sharing / self._sharing if self._num_sharing else 0.0,
         }
+
+
+def _spread(name: str, times: Quantiles) -> dict[str, float | None]:
+    """Mean, median and 99th percentile in seconds; None of nothing, which JSON can say."""
+    values = {"": times.mean, "_p50": times.quantile(0.5), "_p99": times.quantile(0.99)}
+    return {f"{name}{part}_s": None if math.isnan(value) else value for part, value in values.items()}

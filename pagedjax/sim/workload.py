@@ -1,17 +1,16 @@
-"""Requests and when they come: lengths from anywhere, arrivals drawn by a seed."""
+"""When requests come, and what they are: lengths from a trace, arrivals drawn by a seed, or both as they were."""
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from itertools import count
 from typing import NamedTuple
 
 from pagedjax.config import require
-from pagedjax.request import Request, SamplingParams
-
-Lengths = tuple[int, int]
-"""Tokens of a prompt and of its output."""
+from pagedjax.request import BeamSearchParams, Request, SamplingParams
+from pagedjax.sim.traces.rows import TraceRow
 
 
 class TimedRequest(NamedTuple):
@@ -21,9 +20,12 @@ class TimedRequest(NamedTuple):
     request: Request
 
 
+# ---------------------------------------------------------------------- arrivals
+
+
 def poisson(rate: float, seed: int) -> Iterator[float]:
     """Arrivals at random, so many a second."""
-    rng, now = random.Random(seed), 0.0
+    rng, now = random.Random(f"arrivals {seed}"), 0.0
     while True:
         now += rng.expovariate(rate)
         yield now
@@ -36,7 +38,7 @@ def constant(rate: float, seed: int) -> Iterator[float]:
 
 def gamma(rate: float, seed: int, shape: float = 0.5) -> Iterator[float]:
     """Arrivals in bursts, so many a second: a shape below 1 makes the distances vary more than Poisson's."""
-    rng, now = random.Random(seed), 0.0
+    rng, now = random.Random(f"arrivals {seed}"), 0.0
     while True:
         now += rng.gammavariate(shape, 1 / (rate * shape))
         yield now
@@ -44,52 +46,102 @@ def gamma(rate: float, seed: int, shape: float = 0.5) -> Iterator[float]:
 
 ARRIVALS: dict[str, Callable[[float, int], Iterator[float]]] = {
     "poisson": poisson,
-    "constant": constant,
     "gamma": gamma,
+    "constant": constant,
 }
 
 
-def make_request(number: int, lengths: Lengths, time: float) -> Request:
-    """A request whose output has a length that is known beforehand; its tokens are all alike."""
-    prompt_len, output_len = lengths
-    params = SamplingParams(max_tokens=output_len, ignore_eos=True)
-    prompt = (0,) * prompt_len
-    return Request(str(number), number, prompt, params, 0, frozenset(), prompt_len + output_len, time)
-
-
-def timed(lengths: Iterable[Lengths], times: Iterator[float], duration: float) -> Iterator[TimedRequest]:
-    """Requests of these lengths, one at each time up to `duration` seconds."""
-    for number, (pair, time) in enumerate(zip(lengths, times, strict=False)):
-        if time >= duration:
-            return
-        yield TimedRequest(time, make_request(number, pair, time))
-
-
-def paper_recipe(pairs: Sequence[Lengths], rate: float, duration: float, seed: int) -> Iterator[TimedRequest]:
-    """The artifact's recipe: Poisson counts in bins of 10 ms; as many of the first pairs, shuffled.
-
-    numpy's and Python's generators are seeded alike, as there.
-    """
+def paper_arrivals(rate: float, duration: float, seed: int) -> list[float]:
+    """The artifact's: Poisson counts of numpy's generator in bins of 10 ms."""
     import numpy as np
 
-    require(rate > 0, "rate", rate, "a positive number of requests a second")
     bin_seconds = 0.01
-    counts = np.random.RandomState(seed).poisson(rate * bin_seconds, int(duration / bin_seconds))
-    times = [index * bin_seconds for index, number in enumerate(counts) for _ in range(number)]
-    taken = list(pairs[: len(times)])
+    counts = np.random.RandomState(seed).poisson(rate * bin_seconds, round(duration / bin_seconds))
+    return [index * bin_seconds for index, number in enumerate(counts) for _ in range(number)]
+
+
+# ---------------------------------------------------------------------- rows in an order
+
+
+def paper_order(rows: Iterable[TraceRow], number: int, seed: int) -> list[TraceRow]:
+    """The artifact's: as many of the first rows as are needed, shuffled by Python's generator."""
+    taken = [row for row, _ in zip(rows, range(number), strict=False)]
     random.Random(seed).shuffle(taken)
-    return timed(taken, iter(times), duration)
+    return taken
 
 
-def keep_servable(pairs: Iterable[Lengths], max_len: int) -> tuple[list[Lengths], dict[str, int]]:
-    """Pairs that a model can serve, and how many cannot be, by what is wrong with them."""
-    kept: list[Lengths] = []
-    dropped = {"negative or empty": 0, f"longer than {max_len} tokens": 0}
-    for prompt, output in pairs:
-        if prompt < 1 or output < 1:
-            dropped["negative or empty"] += 1
-        elif prompt + output > max_len:
-            dropped[f"longer than {max_len} tokens"] += 1
+def at_random(rows: Sequence[TraceRow], seed: int) -> Iterator[TraceRow]:
+    """Rows drawn one by one, each as likely every time."""
+    rng = random.Random(f"rows {seed}")
+    while True:
+        yield rng.choice(rows)
+
+
+# ---------------------------------------------------------------------- requests
+
+
+@dataclass(frozen=True, slots=True)
+class RequestMaker:
+    """Makes requests whose outputs have lengths that are known beforehand.
+
+    No two prompts have a token in common, except where block hashes say that they begin alike.
+
+    Attributes:
+        n: samples of each request.
+        beam_width: of a beam search instead; 0 is none.
+        block_tokens: tokens that a block hash stands for.
+        shrink: prompts are as many times shorter, and so are the blocks of their hashes.
+    """
+
+    n: int = 1
+    beam_width: int = 0
+    block_tokens: int = 0
+    shrink: int = 1
+
+    def make(self, number: int, row: TraceRow, time: float) -> Request:
+        """The request of a row that comes as number so many."""
+        params, beam = SamplingParams(n=self.n, max_tokens=row.output_len, ignore_eos=True), None
+        if self.beam_width:
+            beam = BeamSearchParams(beam_width=self.beam_width, max_tokens=row.output_len, ignore_eos=True)
+        prompt = self._prompt(number, row)
+        max_len = len(prompt) + row.output_len
+        return Request(str(number), number, prompt, params, 0, frozenset(), max_len, time, beam=beam)
+
+    def prompt_len(self, row: TraceRow) -> int:
+        """Tokens of a row's prompt."""
+        return -(-row.prompt_len // self.shrink)
+
+    def _prompt(self, number: int, row: TraceRow) -> tuple[int, ...]:
+        """Of every block the hash, as often as it has tokens; of what has no hash a number that nobody else has."""
+        length = self.prompt_len(row)
+        if not row.block_hashes:
+            return (-2 - number,) * length
+        size = self.block_tokens // self.shrink
+        return tuple([token for token in row.block_hashes for _ in range(size)][:length])
+
+
+def keep_servable(
+    rows: Iterable[TraceRow], maker: RequestMaker, max_len: int, leave_out: Callable[[str], None]
+) -> Iterator[TraceRow]:
+    """The rows whose prompt and output together have at most `max_len` tokens; `leave_out` is told of the others."""
+    for row in rows:
+        if maker.prompt_len(row) + row.output_len > max_len:
+            leave_out(f"longer than {max_len} tokens")
         else:
-            kept.append((prompt, output))
-    return kept, {reason: number for reason, number in dropped.items() if number}
+            yield row
+
+
+def timed(
+    arrivals: Iterable[tuple[float, TraceRow]], duration: float, maker: RequestMaker = RequestMaker()
+) -> Iterator[TimedRequest]:
+    """The requests of these times and rows, up to `duration` seconds."""
+    for number, (time, row) in enumerate(arrivals):
+        if time >= duration:
+            return
+        yield TimedRequest(time, maker.make(number, row, time))
+
+
+def require_rate(rate: object) -> None:
+    """Raises ConfigError unless it is a positive number."""
+    ok = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < float("inf")
+    require(ok, "rate", rate, "a positive number of requests a second")

@@ -13,11 +13,13 @@ from pagedjax.baselines import make_allocator
 from pagedjax.config import CacheConfig, SchedulerConfig
 from pagedjax.errors import ConfigError
 from pagedjax.host.scheduler import Scheduler
-from pagedjax.sim.cost import Roofline, StepShape
+from pagedjax.sim.cost import Roofline
 from pagedjax.sim.hardware import find_model, make_server, model_names
 from pagedjax.sim.metrics import Quantiles, Summary
-from pagedjax.sim.simulator import RequestRecord, Simulator, StepRecord
-from pagedjax.sim.workload import ARRIVALS, keep_servable, make_request, paper_recipe, timed
+from pagedjax.sim.records import RequestRecord, StepRecord, StepShape
+from pagedjax.sim.simulator import Simulator
+from pagedjax.sim.traces.rows import TraceRow
+from pagedjax.sim.workload import ARRIVALS, RequestMaker, keep_servable, paper_arrivals, paper_order, timed
 
 
 class OneSecond:
@@ -27,25 +29,35 @@ class OneSecond:
         return 1.0
 
 
-def simulate(trace, *, allocator="paged", num_blocks=64, cost=None, until=None, **config):
+def simulate(trace, *, cost=None, until=None, overlap=False, pad_batches=False, cache=None, **config):
+    cache = CacheConfig(**{"block_size": 4, "num_blocks": 64, "watermark": 0.0, **(cache or {})})
     scheduler = Scheduler(
         SchedulerConfig(**{"max_num_seqs": 8, "max_num_batched_tokens": 64, "max_model_len": 64, **config}),
-        make_allocator(CacheConfig(4, num_blocks, 0.0, allocator=allocator), 64),
+        make_allocator(cache, 64),
     )
     steps: list[StepRecord] = []
     requests: list[RequestRecord] = []
-    simulator = Simulator(scheduler, cost or OneSecond(), steps.append, requests.append)
-    simulator.run(trace, until)
+    simulator = Simulator(
+        scheduler, cost or OneSecond(), trace, steps.append, requests.append, overlap=overlap, pad_batches=pad_batches
+    )
+    simulator.run(until)
+    scheduler.check_invariants()
     return simulator, steps, requests
 
 
-def at(*times, lengths=(4, 3)):
-    return timed([lengths] * len(times), iter(times), math.inf)
+def come(*requests, **maker):
+    """(time, prompt tokens, output tokens) of each."""
+    arrivals = [(time, TraceRow(prompt, output)) for time, prompt, output in requests]
+    return timed(arrivals, math.inf, RequestMaker(**maker))
+
+
+def at(*times, lengths=(4, 3), **maker):
+    return come(*[(time, *lengths) for time in times], **maker)
 
 
 def test_a_request_takes_a_step_for_its_prompt_and_one_for_each_further_token():
     _, steps, requests = simulate(at(0.0, 0.5, 10.0))
-    assert [(step.start, step.end, step.num_tokens, step.num_running) for step in steps] == [
+    assert [(step.start, step.end, step.shape.num_tokens, step.num_running) for step in steps] == [
         (0.0, 1.0, 4, 1),
         (1.0, 2.0, 5, 2),
         (2.0, 3.0, 2, 2),
@@ -60,6 +72,49 @@ def test_a_request_takes_a_step_for_its_prompt_and_one_for_each_further_token():
     assert (third.arrival, third.first_token, third.end) == (10.0, 11.0, 13.0)
 
 
+def test_with_overlap_a_step_is_planned_while_the_one_before_it_runs():
+    _, steps, requests = simulate(at(0.0, 0.5, 10.0), overlap=True)
+    # The second request comes while step 0 runs, when step 1 is planned already: it must wait for step 2.
+    assert [(step.start, step.end, step.shape.num_tokens, step.num_running) for step in steps] == [
+        (0.0, 1.0, 4, 1),
+        (1.0, 2.0, 1, 1),
+        (2.0, 3.0, 5, 2),
+        (3.0, 4.0, 1, 2),  # it has its tokens, but that is not known yet
+        (4.0, 5.0, 1, 1),
+        (10.0, 11.0, 4, 1),
+        (11.0, 12.0, 1, 1),
+        (12.0, 13.0, 1, 1),
+    ]
+    assert [request.end for request in requests] == [3.0, 5.0, 13.0]
+
+
+def test_samples_share_their_prompt_and_beams_fork():
+    _, steps, requests = simulate(at(0.0, lengths=(9, 4), n=3))
+    assert (requests[0].output_len, requests[0].num_output_tokens) == (4, 12)
+    assert (steps[0].logical_blocks, steps[0].physical_blocks) == (9, 3)
+    _, steps, requests = simulate(at(0.0, 0.0, lengths=(9, 6), beam_width=3))
+    assert {(request.output_len, request.finish_reason) for request in requests} == {(6, "length")}
+    assert all(request.first_token == 1.0 and request.end == 6.0 for request in requests)
+    assert [step.shape.num_seqs for step in steps] == [2, 6, 6, 6, 6, 6]
+    assert steps[-1].logical_blocks > steps[-1].physical_blocks
+    assert any(step.shape.num_copied for step in steps)
+
+
+def test_prompts_whose_block_hashes_are_alike_share_blocks():
+    maker = RequestMaker(block_tokens=8, shrink=2)
+    rows = [TraceRow(24, 3, 0.0, (5, 6, 7)), TraceRow(20, 3, 5.0, (5, 6, 9)), TraceRow(24, 3, 9.0, (6, 5, 7))]
+    trace = [*timed([(row.time or 0.0, row) for row in rows], math.inf, maker)]
+    assert [len(request.prompt_token_ids) for _, request in trace] == [12, 10, 12]
+    _, steps, _ = simulate(trace, cache={"enable_prefix_caching": True})
+    first, second, third = (step for step in steps if step.shape.num_tokens > 1)
+    assert [first.shape.num_tokens, second.shape.num_tokens, third.shape.num_tokens] == [12, 2, 12]
+
+
+def test_prompts_without_hashes_have_nothing_in_common():
+    _, steps, _ = simulate(at(0.0, 9.0, lengths=(12, 2)), cache={"enable_prefix_caching": True})
+    assert [step.shape.num_tokens for step in steps] == [12, 1, 12, 1]
+
+
 def test_a_static_batch_is_padded_and_returns_together():
     shapes: list[StepShape] = []
 
@@ -68,21 +123,25 @@ def test_a_static_batch_is_padded_and_returns_together():
             shapes.append(step)
             return 1.0
 
-    trace = timed([(2, 2), (5, 4), (3, 1)], iter([0.0, 0.0, 0.0]), math.inf)
-    _, _, requests = simulate(trace, batching="static", cost=Noting())
+    trace = come((0.0, 2, 2), (0.0, 5, 4), (0.0, 3, 1))
+    _, _, requests = simulate(trace, batching="static", cost=Noting(), pad_batches=True)
     assert [shape.num_tokens for shape in shapes] == [15, 3, 3, 3]
     assert {request.end for request in requests} == {4.0}
 
 
 def test_pressure_shows_in_the_records():
-    trace = [*at(*[0.0] * 6, lengths=(10, 20))]
-    _, _, requests = simulate(iter(trace), num_blocks=20)
+    pressed = {"num_blocks": 20}
+    _, _, requests = simulate(at(*[0.0] * 6, lengths=(10, 20)), cache=pressed)
     assert len(requests) == 6 and sum(request.num_preemptions for request in requests) > 0
+    _, steps, requests = simulate(
+        at(*[0.0] * 6, lengths=(10, 20)), cache={**pressed, "num_host_blocks": 20}, preemption="swap"
+    )
+    assert len(requests) == 6 and sum(step.shape.num_swapped for step in steps) > 0
 
 
 def test_requests_that_can_never_run_are_counted():
-    simulator, _, requests = simulate(timed([(60, 3), (70, 3), (4, 2)], iter([0.0, 0.0, 0.0]), math.inf))
-    assert simulator.num_refused == 1 and len(requests) == 2
+    simulator, _, requests = simulate(come((0.0, 60, 3), (0.0, 70, 3), (0.0, 4, 2), (0.0, 62, 3)))
+    assert simulator.refused == {"RequestTooLong": 1, "InvalidRequest": 1} and len(requests) == 2
 
 
 def test_it_stops_in_time():
@@ -93,8 +152,9 @@ def test_it_stops_in_time():
 def test_the_same_seed_gives_the_same_records():
     def records(seed):
         rng = random.Random(seed)
-        pairs = [(rng.randint(1, 20), rng.randint(1, 20)) for _ in range(200)]
-        return simulate(paper_recipe(pairs, 0.2, 400.0, seed))[2]
+        rows = [TraceRow(rng.randint(1, 20), rng.randint(1, 20)) for _ in range(200)]
+        times = paper_arrivals(0.2, 400.0, seed)
+        return simulate(timed(zip(times, paper_order(rows, len(times), seed), strict=False), 400.0))[2]
 
     assert records(1) == records(1) != records(2)
 
@@ -109,7 +169,7 @@ def test_table_1_slots_and_the_concurrency_of_orca_max(model, slots, concurrency
     allocator = make_allocator(CacheConfig(16, blocks, allocator="orca-max"), 2048)
     scheduler = Scheduler(SchedulerConfig.paper(), allocator)
     for number in range(40):
-        scheduler.add(make_request(number, (8, 8), 0.0))
+        scheduler.add(RequestMaker().make(number, TraceRow(8, 8), 0.0))
     scheduler.schedule()
     assert scheduler.num_running == concurrency
 
@@ -158,9 +218,12 @@ def test_arrivals_come_at_their_rate(name):
     assert variation == pytest.approx({"poisson": 1.0, "constant": 0.0, "gamma": math.sqrt(2)}[name], abs=0.05)
 
 
-def test_what_cannot_be_served_is_counted_by_what_is_wrong():
-    kept, dropped = keep_servable([(4, 5), (0, 3), (5, -1), (2000, 100)], 2048)
-    assert kept == [(4, 5)] and dropped == {"negative or empty": 2, "longer than 2048 tokens": 1}
+def test_what_cannot_be_served_is_counted():
+    left_out = []
+    rows = [TraceRow(4, 5), TraceRow(2000, 49), TraceRow(2000, 48)]
+    assert [*keep_servable(rows, RequestMaker(), 2048, left_out.append)] == [rows[0], rows[2]]
+    assert left_out == ["longer than 2048 tokens"]
+    assert [*keep_servable(rows, RequestMaker(shrink=2, block_tokens=4), 2048, left_out.append)] == rows
 
 
 def test_quantiles_are_right_to_a_per_cent():

@@ -1,0 +1,186 @@
+"""Step times of the engine on this machine, and how well a simulation with them tells what the engine does."""
+
+from __future__ import annotations
+
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import islice
+from typing import TYPE_CHECKING, Any
+
+from pagedjax.baselines import make_allocator
+from pagedjax.bench.serve import serve
+from pagedjax.device.batch import token_buckets
+from pagedjax.errors import PagedJaxError
+from pagedjax.host.protocol import KVUsage
+from pagedjax.host.scheduler import Scheduler
+from pagedjax.log_reader import Event
+from pagedjax.replay import replay
+from pagedjax.sim.from_log import LogRecords
+from pagedjax.sim.measured import MeasuredCost, fit
+from pagedjax.sim.metrics import Summary
+from pagedjax.sim.records import RequestRecord, StepRecord
+from pagedjax.sim.simulator import Simulator
+from pagedjax.sim.traces.rows import TraceRow
+from pagedjax.sim.workload import TimedRequest, poisson, timed
+
+if TYPE_CHECKING:
+    from pagedjax.engine import Engine
+
+CALIBRATION_RATES = (0.3, 0.6, 0.9)
+"""Of the requests a second that the engine ends when all come at once: steps with few and with many sequences."""
+
+COMPARED = (
+    "token_states",
+    "reserved",
+    "internal_fragmentation",
+    "free",
+    "mean_batched_requests",
+    "normalized_latency_s",
+    "time_to_first_token_s",
+    "time_between_tokens_s",
+    "output_tokens_per_s",
+    "seconds",
+)
+
+
+@dataclass(slots=True)
+class Phase:
+    """Requests that were served together, in so many seconds, and the records of it."""
+
+    name: str
+    trace: list[TimedRequest]
+    steps: list[StepRecord] = field(default_factory=list)
+    requests: list[RequestRecord] = field(default_factory=list)
+    seconds: float = 0.0
+
+
+def random_phase(name: str, number: int, rate: float, seed: int) -> Phase:
+    """Prompts of 16 to 255 and outputs of 16 to 127 tokens, as workload W has; Poisson arrivals, the first at 0.
+
+    Args:
+        number: of requests.
+        rate: requests a second; infinite lets all come at once.
+    """
+    rng, drawn = random.Random(f"{name} {seed}"), poisson(rate, seed)
+    rows = [TraceRow(rng.randint(16, 255), rng.randint(16, 127)) for _ in range(number)]
+    times = list(islice(drawn, number))
+    arrivals = zip([time - times[0] for time in times], rows, strict=True)
+    named = [
+        TimedRequest(time, replace(request, request_id=f"{name}-{request.request_id}"))
+        for time, request in timed(arrivals, math.inf)
+    ]
+    return Phase(name, named)
+
+
+class Fidelity:
+    """Serves phases on one engine that logs its events, and reads their records from the log.
+
+    Args:
+        engine: warm, with an event log, and with no requests.
+        seed: of lengths, arrivals and tokens.
+    """
+
+    def __init__(self, engine: Engine, seed: int, progress: Callable[[str, int], object]) -> None:
+        assert engine.config.event_log is not None
+        self.engine = engine
+        self.calibration: list[Phase] = []
+        self._seed = seed
+        self._progress = progress
+        self._phases: dict[str, Phase] = {}
+
+    def serve(self, name: str, number: int, rate: float) -> Phase:
+        """Serves random requests, as many a second; its records come with `read`."""
+        phase = random_phase(name, number, rate, self._seed)
+        self._phases[name] = phase
+        began = time.perf_counter()
+        serve(self.engine, phase.trace, self._seed, lambda ended: self._progress(name, ended))
+        phase.seconds = time.perf_counter() - began
+        return phase
+
+    def calibrate(self, number: int) -> float:
+        """Serves requests at once, and then at some rates; how many a second the engine ends when all come at once."""
+        full = self.serve("at once", number, math.inf)
+        rate = number / full.seconds
+        self.calibration = [full]
+        for part in CALIBRATION_RATES:
+            self.calibration.append(self.serve(f"at {part:.0%}", number, part * rate))
+        return rate
+
+    def read(self) -> None:
+        """Takes the records of all phases from the log. What was served before is left out."""
+        run: LogRecords | None = None
+        start: Event = {}
+
+        def observe(event: Event, scheduler: Scheduler) -> None:
+            nonlocal run, start
+            if event["event"] == "start":
+                start = event
+            elif event["event"] == "add":
+                request_id = event["request"]["request_id"]
+                phase = self._phases.get(request_id.rpartition("-")[0])
+                if phase is not None and request_id == phase.trace[0].request.request_id:
+                    run = LogRecords(phase.steps.append, phase.requests.append)
+                    run.observe(start, scheduler)
+            if run is not None:
+                run.observe(event, scheduler)
+
+        for phase in self._phases.values():
+            phase.steps.clear()
+            phase.requests.clear()
+        path = self.engine.config.event_log
+        assert path is not None
+        report = replay(path, observer=observe)
+        if report.first_difference is not None:
+            raise PagedJaxError(f"the log of the run does not replay: {report.first_difference}")
+
+    def fit(self) -> MeasuredCost:
+        """The step times of the calibration, which must have been read."""
+        config = self.engine.config
+        steps = [step for phase in self.calibration for step in phase.steps]
+        return fit(self.engine_name, steps, token_buckets(config.max_num_batched_tokens))
+
+    @property
+    def engine_name(self) -> str:
+        """The model, as it was named."""
+        return str(self.engine.source.get("name", self.engine.source))
+
+    def compare(self, rate: float, phase: Phase, cost: MeasuredCost) -> list[dict[str, object]]:
+        """What the engine did in a phase beside what a simulation makes of its requests.
+
+        The last column is a difference in points for what is a part of the pool, else the ratio less 1.
+        """
+        real, simulated = self.summarize(phase), self.simulate(phase, cost)
+        return [
+            {
+                "requests_per_s": rate,
+                "measure": name,
+                "engine": real[name],
+                "simulator": simulated[name],
+                "difference": f"{100 * (simulated[name] - real[name]):+.2f} points"
+                if name in KVUsage._fields
+                else f"{100 * (simulated[name] / real[name] - 1):+.1f} %",
+            }
+            for name in COMPARED
+        ]
+
+    def simulate(self, phase: Phase, cost: MeasuredCost) -> dict[str, Any]:
+        """What a simulation makes of a phase's requests; a summary."""
+        engine = self.engine
+        scheduler = Scheduler(engine.scheduler.config, make_allocator(engine.cache_config, engine.max_model_len))
+        summary = Summary(engine.cache_config.num_slots)
+        trace = [TimedRequest(at, request) for at, request in phase.trace]
+        overlap = engine.config.overlap
+        Simulator(scheduler, cost, trace, summary.on_step, summary.on_request, overlap=overlap).run()
+        return summary.row()
+
+    def summarize(self, phase: Phase) -> dict[str, Any]:
+        """What the engine did, as a summary."""
+        summary = Summary(self.engine.cache_config.num_slots)
+        for step in phase.steps:
+            summary.on_step(step)
+        for request in phase.requests:
+            summary.on_request(request)
+        return summary.row()

@@ -1,0 +1,177 @@
+"""`pagedjax simulate`: the project's own scheduler and allocators on a chip that need not be there."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import gzip
+import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from typing import IO, Any
+
+from tqdm import tqdm
+
+from pagedjax.cli.flags import add_json_flag, add_simulation_flags, simulation_config, writable_file
+from pagedjax.config import require
+from pagedjax.errors import PagedJaxError
+from pagedjax.provenance import provenance
+from pagedjax.scalars import is_number
+from pagedjax.sim.config import OWN
+from pagedjax.sim.knee import Probe
+from pagedjax.sim.records import RequestRecord, StepRecord
+from pagedjax.sim.simulation import Simulation
+from pagedjax.tables import format_table, write_json
+
+RECORDS = "simulated.jsonl.gz"
+
+Row = dict[str, object]
+
+
+def add_command(commands: argparse._SubParsersAction) -> None:
+    """Adds `simulate`."""
+    parser = commands.add_parser(
+        "simulate", help="serve a workload on a chip that need not be there", allow_abbrev=False
+    )
+    parser.add_argument(
+        "--find-knee",
+        type=float,
+        metavar="SECONDS",
+        help="find the highest rate whose mean normalized latency stays within so many seconds a token; the summary is "
+        "of that rate unless --rate is given",
+    )
+    parser.add_argument(
+        "--records",
+        type=writable_file,
+        default=RECORDS,
+        metavar="FILE",
+        help="where a line of JSON for each step and each request goes, gzipped if its name ends with .gz "
+        f"(default: {RECORDS})",
+    )
+    parser.add_argument("--no-records", action="store_true", help="write none")
+    add_json_flag(parser)
+    add_simulation_flags(parser)
+    parser.set_defaults(run=run)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Prints one record, and says where the lengths come from and what of them was left out."""
+    config, bound = simulation_config(args), args.find_knee
+    if bound is not None:
+        require(is_number(bound) and bound > 0, "find_knee", bound, "a positive number of seconds a token")
+    elif config.rate is None and config.arrivals != OWN:
+        require(False, "rate", None, "given, unless --find-knee is, or --arrivals trace")
+    simulation = Simulation(config)
+    print(f"lengths: {simulation.trace.description}")
+    knee = None if bound is None else _find_knee(simulation, bound)
+    rate = config.rate if config.rate is not None else knee
+    with nullcontext() if args.no_records else _records(args.records) as file:
+        summary = _run(simulation, rate, file)
+    row = _row(simulation, rate, knee) | summary
+    print(format_table([row]))
+    problems = [*simulation.trace.problems.lines(), *_left_out(simulation)]
+    for line in problems:
+        print(f"note: {line}")
+    if file is not None:
+        print(f"records: {args.records}")
+    if args.json:
+        write_json(args.json, [{**row, **_origin(simulation, bound, problems)}])
+    return 0
+
+
+def _row(simulation: Simulation, rate: float | None, knee: float | None) -> Row:
+    """What was simulated, in short."""
+    config, server = simulation.config, simulation.server
+    chips = f"{server.num_chips} x {server.chip.name}" if server is not None else f"measured: {config.cost_model}"
+    row: Row = {
+        "model": config.model,
+        "chips": chips,
+        "allocator": config.allocator,
+        "batching": config.batching,
+        "workload": config.workload,
+        "rate": rate,
+        "num_blocks": simulation.cache.num_blocks,
+    }
+    return row if knee is None else {**row, "knee_rate": knee}
+
+
+def _origin(simulation: Simulation, bound: float | None, problems: list[str]) -> Row:
+    config = simulation.config
+    configuration = {
+        **dataclasses.asdict(config),
+        "find_knee": bound,
+        "cache": dataclasses.asdict(simulation.cache),
+        "scheduler": dataclasses.asdict(simulation.scheduler),
+        "model_spec": dataclasses.asdict(simulation.model),
+        "cost": dataclasses.asdict(simulation.cost),  # type: ignore[call-overload]
+    }
+    return {
+        "lengths": simulation.trace.description,
+        "lengths_are_statistics": simulation.trace.is_statistics,
+        "problems": problems,
+        "configuration": configuration,
+        "provenance": provenance(configuration, {"simulation": config.seed}),
+    }
+
+
+def _left_out(simulation: Simulation) -> list[str]:
+    return [f"{number:,} requests left out: {reason}" for reason, number in simulation.left_out.items()]
+
+
+def _find_knee(simulation: Simulation, bound: float) -> float:
+    with tqdm(desc="finding the knee", unit="rate", disable=None, leave=False) as bar:
+
+        def tell(probe: Probe) -> None:
+            bar.set_postfix_str(f"{probe.rate:.4g} a second: {'fast enough' if probe.holds else 'too slow'}")
+            bar.update()
+
+        return simulation.knee(bound, tell)
+
+
+def _run(simulation: Simulation, rate: float | None, file: IO[str] | None) -> Row:
+    duration = simulation.config.duration
+    with tqdm(total=round(duration), desc="simulating", unit="s", disable=None, leave=False) as bar:
+
+        def tell(now: float) -> None:
+            done = int(min(now, duration))
+            if done > bar.n:
+                bar.update(done - bar.n)
+            elif now > duration:
+                bar.set_postfix_str(f"{now - duration:.0f} s until the last have ended", refresh=False)
+
+        if file is None:
+            return simulation.run(rate, progress=tell)
+        writer = _Writer(file)
+        return simulation.run(rate, on_step=writer.step, on_request=writer.request, progress=tell)
+
+
+@contextmanager
+def _records(path: str) -> Iterator[IO[str]]:
+    """A file to write records to. A run that is cut short leaves what there is."""
+    opened = gzip.open if path.endswith(".gz") else open
+    try:
+        with opened(path, "wt", encoding="utf-8") as file:
+            yield file
+    except OSError as error:
+        raise PagedJaxError(f"cannot write {Path(path)} ({error.strerror})") from error
+
+
+class _Writer:
+    """Writes each record as a line, with all its fields."""
+
+    def __init__(self, file: IO[str]) -> None:
+        self._file = file
+        self._encode = json.JSONEncoder(separators=(",", ":")).encode
+
+    def step(self, step: StepRecord) -> None:
+        """Of the shape and of the usage, each field by its own name."""
+        record: dict[str, Any] = {"record": "step", **step._asdict()}
+        record |= record.pop("shape")._asdict() | record.pop("usage")._asdict()
+        self._file.write(self._encode(record) + "\n")
+
+    def request(self, request: RequestRecord) -> None:
+        """With its normalized latency, where it has one."""
+        latency = request.normalized_latency if request.output_len else None
+        record = {"record": "request", **request._asdict(), "normalized_latency_s": latency}
+        self._file.write(self._encode(record) + "\n")
