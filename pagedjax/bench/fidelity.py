@@ -57,15 +57,17 @@ class Phase:
     seconds: float = 0.0
 
 
-def random_phase(name: str, number: int, rate: float, seed: int) -> Phase:
+def random_phase(name: str, number: int, rate: float, seed: int, max_len: int) -> Phase:
     """Prompts of 16 to 255 and outputs of 16 to 127 tokens, as workload W has; Poisson arrivals, the first at 0.
 
     Args:
         number: of requests.
         rate: requests a second; infinite lets all come at once.
+        max_len: tokens that a request may reach; where that is little, prompts and outputs are shorter.
     """
     rng, drawn = random.Random(f"{name} {seed}"), poisson(rate, seed)
-    rows = [TraceRow(rng.randint(16, 255), rng.randint(16, 127)) for _ in range(number)]
+    prompt, output = min(255, max_len // 2), min(127, max_len // 4)
+    rows = [TraceRow(rng.randint(min(16, prompt), prompt), rng.randint(min(16, output), output)) for _ in range(number)]
     times = list(islice(drawn, number))
     arrivals = zip([time - times[0] for time in times], rows, strict=True)
     named = [
@@ -93,7 +95,8 @@ class Fidelity:
 
     def serve(self, name: str, number: int, rate: float) -> Phase:
         """Serves random requests, as many a second; its records come with `read`."""
-        phase = random_phase(name, number, rate, self._seed)
+        max_len = min(self.engine.max_model_len, self.engine.pool_info.num_slots)
+        phase = random_phase(name, number, rate, self._seed, max_len)
         self._phases[name] = phase
         began = time.perf_counter()
         serve(self.engine, phase.trace, self._seed, lambda ended: self._progress(name, ended))

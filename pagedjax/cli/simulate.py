@@ -70,13 +70,12 @@ def run(args: argparse.Namespace) -> int:
         summary = _run(simulation, rate, file)
     row = _row(simulation, rate, knee) | summary
     print(format_table([row]))
-    problems = [*simulation.trace.problems.lines(), *_left_out(simulation)]
-    for line in problems:
+    for line in simulation.notes():
         print(f"note: {line}")
     if file is not None:
         print(f"records: {args.records}")
     if args.json:
-        write_json(args.json, [{**row, **_origin(simulation, bound, problems)}])
+        write_json(args.json, [{**row, **_origin(simulation, bound)}])
     return 0
 
 
@@ -96,7 +95,7 @@ def _row(simulation: Simulation, rate: float | None, knee: float | None) -> Row:
     return row if knee is None else {**row, "knee_rate": knee}
 
 
-def _origin(simulation: Simulation, bound: float | None, problems: list[str]) -> Row:
+def _origin(simulation: Simulation, bound: float | None) -> Row:
     config = simulation.config
     configuration = {
         **dataclasses.asdict(config),
@@ -109,14 +108,10 @@ def _origin(simulation: Simulation, bound: float | None, problems: list[str]) ->
     return {
         "lengths": simulation.trace.description,
         "lengths_are_statistics": simulation.trace.is_statistics,
-        "problems": problems,
+        "notes": simulation.notes(),
         "configuration": configuration,
         "provenance": provenance(configuration, {"simulation": config.seed}),
     }
-
-
-def _left_out(simulation: Simulation) -> list[str]:
-    return [f"{number:,} requests left out: {reason}" for reason, number in simulation.left_out.items()]
 
 
 def _find_knee(simulation: Simulation, bound: float) -> float:

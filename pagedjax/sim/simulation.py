@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import count
+from itertools import count, cycle, islice
 
 from pagedjax.baselines import PAGED, make_allocator
 from pagedjax.config import CacheConfig, SchedulerConfig, require
+from pagedjax.errors import ConfigError
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.sim.config import OWN, PAPER, SimulationConfig
 from pagedjax.sim.cost import CostModel, Roofline
@@ -70,6 +71,7 @@ class Simulation:
         self.scheduler = self._scheduler_config()
         self.trace = open_trace(config.workload, format=config.workload_format, tokenizer=config.tokenizer)
         self.left_out = Counter[str]()
+        self._num_repeated = 0
         known = f"{PAPER} or one of {', '.join(ARRIVALS)}"
         require(
             self.trace.has_times or config.arrivals != OWN,
@@ -118,6 +120,7 @@ class Simulation:
     def requests(self, rate: float | None) -> Iterator[TimedRequest]:
         """The requests that come, at so many a second or at their own times."""
         self.left_out.clear()
+        self._num_repeated = 0
         return timed(self._arrivals(rate), self.config.duration, self._maker)
 
     def _arrivals(self, rate: float | None) -> Iterable[tuple[float, TraceRow]]:
@@ -129,10 +132,26 @@ class Simulation:
         if config.arrivals == PAPER:
             times = paper_arrivals(rate, config.duration, config.seed)
             # Below the limit, not at it: the paper's filter.
-            return zip(times, paper_order(self._servable(limit - 1), len(times), config.seed), strict=False)
-        rows = self._servable(limit)
-        drawn = rows if self.trace.is_statistics else at_random(list(rows), config.seed)
+            rows = list(islice(self._servable(limit - 1), len(times)))
+            return zip(times, paper_order(self._enough(rows, len(times)), config.seed), strict=True)
+        drawn = self._servable(limit)
+        if not self.trace.is_statistics:
+            drawn = at_random(self._enough(list(drawn), 1), config.seed)
         return zip(ARRIVALS[config.arrivals](rate, config.seed), drawn, strict=False)
+
+    def _enough(self, rows: list[TraceRow], number: int) -> list[TraceRow]:
+        """The rows, and where they are fewer than that many, again from their start."""
+        if not rows and number:
+            reasons = ", ".join(self.left_out) or "it has no rows"
+            raise ConfigError(f"no request of the workload {self.config.workload} can be served: {reasons}")
+        self._num_repeated = max(0, number - len(rows))
+        return list(islice(cycle(rows), max(number, len(rows))))
+
+    def notes(self) -> list[str]:
+        """What is to be said of the last run's requests: a sentence for all that is not as the workload has it."""
+        left_out = [f"{number:,} requests left out: {reason}" for reason, number in self.left_out.items()]
+        repeated = [f"{self._num_repeated:,} requests repeat earlier ones: the workload has no more"]
+        return [*self.trace.problems.lines(), *left_out, *(repeated if self._num_repeated else [])]
 
     def _servable(self, limit: int) -> Iterator[TraceRow]:
         return keep_servable(self.trace.rows(self.config.seed), self._maker, limit, self._leave_out)
@@ -167,12 +186,13 @@ class Simulation:
             if on_request is not None:
                 on_request(request)
 
-        simulator = self._simulator(self.requests(rate), take_step, take_request)
+        simulator = self.simulator(self.requests(rate), take_step, take_request)
         simulator.run()
         self.left_out.update(simulator.refused)
         return summary.row()
 
-    def _simulator(self, trace: Iterable[TimedRequest], on_step: OnStep, on_request: OnRequest) -> Simulator:
+    def simulator(self, trace: Iterable[TimedRequest], on_step: OnStep, on_request: OnRequest) -> Simulator:
+        """A simulator of the configuration's system, with nobody in it yet."""
         scheduler = Scheduler(self.scheduler, make_allocator(self.cache, self.scheduler.max_model_len))
         return Simulator(
             scheduler,
@@ -197,18 +217,20 @@ class Simulation:
         )
 
     def holds(self, rate: float, bound: float) -> bool:
-        """Whether the mean normalized latency at a rate stays within `bound` seconds a token.
+        """Whether the mean normalized latency at a rate stays within `bound` seconds a token; not if nobody is served.
 
         A run ends as soon as those who have ended, and the time that the others have spent already, decide it.
         """
-        trace, total = list(self.requests(rate)), 0.0
+        trace, total, num_served = list(self.requests(rate)), 0.0, 0
         allowed = bound * len(trace)
 
         def add(request: RequestRecord) -> None:
-            nonlocal total
-            total += request.normalized_latency
+            nonlocal total, num_served
+            if request.output_len:
+                total += request.normalized_latency
+                num_served += 1
 
-        simulator = self._simulator(trace, lambda step: None, add)
+        simulator = self.simulator(trace, lambda step: None, add)
         for number in count():
             if not simulator.advance():
                 break
@@ -217,7 +239,7 @@ class Simulation:
                 spent = sum((now - entry.arrival) / _output_len(entry) for entry in unfinished)
                 if total + spent > allowed:
                     return False
-        return total <= bound * (len(trace) - simulator.refused.total())
+        return num_served > 0 and total <= bound * num_served
 
 
 def _output_len(entry: Open) -> int:

@@ -9,8 +9,12 @@ from itertools import count
 from typing import NamedTuple
 
 from pagedjax.config import require
+from pagedjax.errors import ConfigError
 from pagedjax.request import BeamSearchParams, Request, SamplingParams
 from pagedjax.sim.traces.rows import TraceRow
+
+HOPELESS = 200_000
+"""Rows too long to be served, before the first that is not."""
 
 
 class TimedRequest(NamedTuple):
@@ -63,9 +67,9 @@ def paper_arrivals(rate: float, duration: float, seed: int) -> list[float]:
 # ---------------------------------------------------------------------- rows in an order
 
 
-def paper_order(rows: Iterable[TraceRow], number: int, seed: int) -> list[TraceRow]:
-    """The artifact's: as many of the first rows as are needed, shuffled by Python's generator."""
-    taken = [row for row, _ in zip(rows, range(number), strict=False)]
+def paper_order(rows: Iterable[TraceRow], seed: int) -> list[TraceRow]:
+    """The artifact's: rows, as many of the first as are needed, shuffled by Python's generator."""
+    taken = list(rows)
     random.Random(seed).shuffle(taken)
     return taken
 
@@ -123,12 +127,22 @@ class RequestMaker:
 def keep_servable(
     rows: Iterable[TraceRow], maker: RequestMaker, max_len: int, leave_out: Callable[[str], None]
 ) -> Iterator[TraceRow]:
-    """The rows whose prompt and output together have at most `max_len` tokens; `leave_out` is told of the others."""
-    for row in rows:
-        if maker.prompt_len(row) + row.output_len > max_len:
-            leave_out(f"longer than {max_len} tokens")
-        else:
+    """The rows whose prompt and output together have at most `max_len` tokens; `leave_out` is told of the others.
+
+    Raises:
+        ConfigError: while reading, if there is none among so many that there is little hope: rows may be without end.
+    """
+    kept = False
+    for number, row in enumerate(rows):
+        if maker.prompt_len(row) + row.output_len <= max_len:
+            kept = True
             yield row
+        else:
+            leave_out(f"longer than {max_len} tokens")
+            if not kept and number == HOPELESS:
+                raise ConfigError(
+                    f"no request of the workload can be served: {number:,} are longer than {max_len} tokens"
+                )
 
 
 def timed(
