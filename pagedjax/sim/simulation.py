@@ -169,7 +169,10 @@ class Simulation:
         on_request: OnRequest | None = None,
         progress: Progress | None = None,
     ) -> dict[str, object]:
-        """Runs until all requests have ended; a summary, see `metrics.Summary`."""
+        """Runs until all requests have ended; a summary, see `metrics.Summary`.
+
+        Beside it, `prefix_hit_rate`: of the prompts' tokens that were looked for in the prefix cache, the part found.
+        """
         config = self.config
         warmup = config.duration / 3 if config.warmup is None else config.warmup
         summary = Summary(self.cache.num_slots, warmup, config.duration)
@@ -189,7 +192,8 @@ class Simulation:
         simulator = self.simulator(self.requests(rate), take_step, take_request)
         simulator.run()
         self.left_out.update(simulator.refused)
-        return summary.row()
+        found = simulator.scheduler.allocator.prefix_stats
+        return {**summary.row(), "prefix_hit_rate": found.hit_tokens / max(1, found.query_tokens)}
 
     def simulator(self, trace: Iterable[TimedRequest], on_step: OnStep, on_request: OnRequest) -> Simulator:
         """A simulator of the configuration's system, with nobody in it yet."""
