@@ -56,7 +56,24 @@ def test_the_trace_is_written_beside(log, capsys):
     assert {"waiting", "prefill", "decode", "blocks"} <= {event["name"] for event in events}
 
 
-@pytest.mark.parametrize("flag", ["--trace", "--json"])
+def test_metrics_and_records_are_those_of_a_simulation(log, capsys):
+    path = log.parent / "records.jsonl"
+    assert main(["replay", str(log), "--metrics", "--records", str(path), "--json", str(log.parent / "row.json")]) == 0
+    (row,) = json.loads((log.parent / "row.json").read_text())
+    records = [json.loads(line) for line in path.read_text().splitlines()]
+    steps = [record for record in records if record["record"] == "step"]
+    ended = [record for record in records if record["record"] == "request"]
+    results = [event for event in read(log) if event["event"] == "result"]
+    assert len(steps) == len(results) > 10 and len(ended) == row["requests"] > 3
+    split = ("token_states", "reserved", "internal_fragmentation", "external_fragmentation", "free")
+    assert sum(row[name] for name in split) == pytest.approx(1.0)
+    assert row["mean_batched_requests"] == pytest.approx(sum(step["num_running"] for step in steps) / len(steps))
+    plans = [event["plan"] for event in read(log) if event["event"] == "plan"]
+    moved = sum(len(plan.get(moves, ())) for plan in plans for moves in ("swap_outs", "swap_ins"))
+    assert row["swapped_blocks"] == moved > row["swapped_out_blocks"] > 0
+
+
+@pytest.mark.parametrize("flag", ["--trace", "--json", "--records"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(log, capsys, flag):
     with pytest.raises(SystemExit) as stopped:
         main(["replay", str(log), flag, str(log.parent)])
@@ -66,7 +83,7 @@ def test_a_file_that_cannot_be_written_is_refused_before_the_work(log, capsys, f
     assert "(Is a directory)" in err
 
 
-@pytest.mark.parametrize("flag", ["--trace", "--json"])
+@pytest.mark.parametrize("flag", ["--trace", "--json", "--records"])
 def test_the_log_is_not_overwritten(log, capsys, flag):
     before = log.read_bytes()
     assert main(["replay", str(log), flag, str(log.parent / "." / "log")]) == 1

@@ -43,7 +43,7 @@ def test_a_log_begins_with_what_a_replay_needs(tmp_path):
     log = EventLog(tmp_path / "log", HEADER)
     (line,) = (tmp_path / "log").read_text().splitlines()  # at once
     start = json.loads(line)
-    assert list(start) == ["event", "version", "time", "config", "engine"]
+    assert list(start) == ["event", "version", "time", "clock", "config", "engine"]
     assert (start["event"], start["version"]) == ("start", 1)
     assert (start["config"], start["engine"]) == (HEADER["config"], HEADER["engine"])
     assert datetime.fromisoformat(start["time"]).tzinfo is not None

@@ -4,25 +4,22 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import gzip
-import json
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from pathlib import Path
-from typing import IO, Any
+from contextlib import nullcontext
+from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
 
 from pagedjax.cli.flags import add_json_flag, add_simulation_flags, simulation_config, writable_file
+from pagedjax.cli.record_file import RecordWriter, record_file
 from pagedjax.config import require
-from pagedjax.errors import PagedJaxError
 from pagedjax.provenance import provenance
 from pagedjax.scalars import is_number
 from pagedjax.sim.config import OWN
 from pagedjax.sim.knee import Probe
-from pagedjax.sim.records import RequestRecord, StepRecord
-from pagedjax.sim.simulation import Simulation
 from pagedjax.tables import format_table, write_json
+
+if TYPE_CHECKING:
+    from pagedjax.sim.simulation import Simulation
 
 RECORDS = "simulated.jsonl.gz"
 
@@ -57,6 +54,8 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one record, and says where the lengths come from and what of them was left out."""
+    from pagedjax.sim.simulation import Simulation  # here, as it brings JAX along
+
     config, bound = simulation_config(args), args.find_knee
     if bound is not None:
         require(is_number(bound) and bound > 0, "find_knee", bound, "a positive number of seconds a token")
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     print(f"lengths: {simulation.trace.description}")
     knee = None if bound is None else _find_knee(simulation, bound)
     rate = config.rate if config.rate is not None else knee
-    with nullcontext() if args.no_records else _records(args.records) as file:
+    with nullcontext() if args.no_records else record_file(args.records) as file:
         summary = _run(simulation, rate, file)
     row = _row(simulation, rate, knee) | summary
     print(format_table([row]))
@@ -137,36 +136,5 @@ def _run(simulation: Simulation, rate: float | None, file: IO[str] | None) -> Ro
 
         if file is None:
             return simulation.run(rate, progress=tell)
-        writer = _Writer(file)
+        writer = RecordWriter(file)
         return simulation.run(rate, on_step=writer.step, on_request=writer.request, progress=tell)
-
-
-@contextmanager
-def _records(path: str) -> Iterator[IO[str]]:
-    """A file to write records to. A run that is cut short leaves what there is."""
-    opened = gzip.open if path.endswith(".gz") else open
-    try:
-        with opened(path, "wt", encoding="utf-8") as file:
-            yield file
-    except OSError as error:
-        raise PagedJaxError(f"cannot write {Path(path)} ({error.strerror})") from error
-
-
-class _Writer:
-    """Writes each record as a line, with all its fields."""
-
-    def __init__(self, file: IO[str]) -> None:
-        self._file = file
-        self._encode = json.JSONEncoder(separators=(",", ":")).encode
-
-    def step(self, step: StepRecord) -> None:
-        """Of the shape and of the usage, each field by its own name."""
-        record: dict[str, Any] = {"record": "step", **step._asdict()}
-        record |= record.pop("shape")._asdict() | record.pop("usage")._asdict()
-        self._file.write(self._encode(record) + "\n")
-
-    def request(self, request: RequestRecord) -> None:
-        """With its normalized latency, where it has one."""
-        latency = request.normalized_latency if request.output_len else None
-        record = {"record": "request", **request._asdict(), "normalized_latency_s": latency}
-        self._file.write(self._encode(record) + "\n")

@@ -3,6 +3,11 @@
 from __future__ import annotations
 
 from importlib import import_module
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from pagedjax.sim.config import SimulationConfig
+    from pagedjax.sim.simulation import Simulation
 
 _MODULE_OF = {"Simulation": "simulation", "SimulationConfig": "config"}
 

@@ -7,7 +7,8 @@ from collections import deque
 from pagedjax.host.plan import StepPlan
 from pagedjax.host.scheduler import Scheduler
 from pagedjax.log_reader import Event
-from pagedjax.sim.records import OnRequest, OnStep, Recorder
+from pagedjax.sim.metrics import Summary
+from pagedjax.sim.records import OnRequest, OnStep, Recorder, RequestRecord, StepRecord
 
 _ENDS = ("finish", "finish_sequence", "plan", "result")
 
@@ -36,6 +37,32 @@ class LogRecords:
         if self._run is None:
             self._run = _Run(Recorder(scheduler, self._on_step, self._on_request), self._clock, event)
         self._run.observe(event, scheduler)
+
+
+class LogMetrics:
+    """Watches a replay likewise, and adds its records up."""
+
+    def __init__(self) -> None:
+        self._summary: Summary | None = None
+        self._records = LogRecords(self._on_step, self._on_request)
+
+    def observe(self, event: Event, scheduler: Scheduler) -> None:
+        """Takes an event that the scheduler has taken."""
+        if self._summary is None:
+            self._summary = Summary(scheduler.allocator.num_blocks * scheduler.allocator.block_size)
+        self._records.observe(event, scheduler)
+
+    def _on_step(self, step: StepRecord) -> None:
+        assert self._summary is not None
+        self._summary.on_step(step)
+
+    def _on_request(self, request: RequestRecord) -> None:
+        assert self._summary is not None
+        self._summary.on_request(request)
+
+    def row(self) -> dict[str, object]:
+        """See `Summary.row`; nothing of an empty log."""
+        return {} if self._summary is None else self._summary.row()
 
 
 class _Run:

@@ -71,7 +71,7 @@ class Summary:
     def on_step(self, step: StepRecord) -> None:
         """Takes a step in."""
         self._last = step.end
-        self._swapped += step.shape.num_swapped
+        self._swapped += step.swapped_blocks
         if not self._since <= step.end <= self._until:
             return
         self._num_steps += 1

@@ -41,6 +41,7 @@ class StepRecord(NamedTuple):
         usage: of the pool's slots.
         logical_blocks: that the tables of running sequences list, a shared one as often as it is listed.
         physical_blocks: the same, each counted once.
+        swapped_blocks: moved to the host or back since the step before; a plan may do nothing else.
     """
 
     start: float
@@ -50,6 +51,7 @@ class StepRecord(NamedTuple):
     usage: KVUsage
     logical_blocks: int
     physical_blocks: int
+    swapped_blocks: int = 0
 
 
 class RequestRecord(NamedTuple):
@@ -101,6 +103,7 @@ class _Planned(NamedTuple):
     usage: KVUsage
     logical_blocks: int
     physical_blocks: int
+    swapped_blocks: int
     fresh: list[str]
 
 
@@ -118,6 +121,7 @@ class Recorder:
         self._on_step = on_step
         self._on_request = on_request
         self._planned: deque[_Planned] = deque()
+        self._swapped = 0  # blocks, since the last step that computes was planned
         self._waiting: dict[str, Open] = {}
         self._started: dict[str, Open] = {}  # apart, since a queue may be long and is not to be searched each time
 
@@ -130,8 +134,8 @@ class Recorder:
         return [*self._started.values(), *self._waiting.values()]
 
     def planned(self, plan: StepPlan) -> StepShape:
-        """A step with chunks, or with blocks to swap, has just been planned."""
-        sequences, fresh, context = self._scheduler.roster.sequences, [search.request_id for search in plan.beams], 0
+        """A step with chunks, or with blocks to swap, has just been planned; a log's parts of it are mere lists."""
+        sequences, fresh, context = self._scheduler.roster.sequences, [search[0] for search in plan.beams], 0
         for chunk in plan.chunks:
             context += chunk[2] + chunk[3]
             if chunk[4] and chunk[7]:  # the end of a prompt, or of what is computed again
@@ -140,10 +144,13 @@ class Recorder:
                 self._start(sequences[chunk[0]].request.request_id)
         swapped = len(plan.swap_outs) + len(plan.swap_ins)
         shape = StepShape(plan.num_tokens, len(plan.chunks), context, swapped, len(plan.copies))
+        self._swapped += swapped
         if plan.chunks:
             scheduler = self._scheduler
-            blocks, running = scheduler.allocator.occupancy(), len(scheduler.roster.running)
-            self._planned.append(_Planned(shape, running, scheduler.usage(), blocks.logical, blocks.physical, fresh))
+            blocks, running, usage = scheduler.allocator.occupancy(), len(scheduler.roster.running), scheduler.usage()
+            step = _Planned(shape, running, usage, blocks.logical, blocks.physical, self._swapped, fresh)
+            self._planned.append(step)
+            self._swapped = 0
         return shape
 
     def _start(self, request_id: str) -> None:
@@ -153,8 +160,8 @@ class Recorder:
 
     def computed(self, start: float, end: float) -> None:
         """The scheduler has taken the result of the oldest step that was planned."""
-        shape, running, usage, logical, physical, fresh = self._planned.popleft()
-        self._on_step(StepRecord(start, end, shape, running, usage, logical, physical))
+        shape, running, usage, logical, physical, swapped, fresh = self._planned.popleft()
+        self._on_step(StepRecord(start, end, shape, running, usage, logical, physical, swapped))
         for request_id in fresh:
             entry = self._started.get(request_id)
             if entry is not None and entry.first_token is None:

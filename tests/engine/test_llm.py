@@ -18,7 +18,7 @@ GREEDY = SamplingParams(max_tokens=16, temperature=0.0)
 
 @pytest.fixture(scope="module")
 def llm(smollm2: LoadedModel) -> LLM:
-    config = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=64)
+    config = EngineConfig(num_blocks=64, max_model_len=256, max_num_seqs=4, max_num_batched_tokens=16)
     return LLM(smollm2, config)
 
 

@@ -1,4 +1,4 @@
-"""Conversations through a pool that hardly holds the longest of them, on the real model."""
+"""Conversations through a pool that hardly holds the longest of them, one way on the real model."""
 
 from __future__ import annotations
 
@@ -26,11 +26,12 @@ def lengths(num_requests: int) -> list[tuple[int, int]]:
     return found
 
 
-@pytest.mark.parametrize("mode", ["swap", "recompute"])
-def test_64_conversations_in_1_2_times_the_largest(smollm2: LoadedModel, mode: str) -> None:
+@pytest.mark.parametrize(("mode", "model"), [("swap", "smollm2"), ("swap", "tiny"), ("recompute", "tiny")])
+def test_64_conversations_in_1_2_times_the_largest(mode: str, model: str, request: pytest.FixtureRequest) -> None:
+    loaded: LoadedModel = request.getfixturevalue(model)
     shapes = lengths(64)
     largest = max(prompt + output for prompt, output in shapes)
-    runs = Runs(smollm2)
+    runs = Runs(loaded)
     engine = runs.engine(
         num_blocks=int(1.2 * largest / BLOCK_SIZE),
         block_size=BLOCK_SIZE,
@@ -40,7 +41,7 @@ def test_64_conversations_in_1_2_times_the_largest(smollm2: LoadedModel, mode: s
         swap_space=64 << 20 if mode == "swap" else 0,
     )
     rng = np.random.default_rng(0)
-    prompts = [rng.integers(3, smollm2.config.vocab_size, prompt).tolist() for prompt, _ in shapes]
+    prompts = [rng.integers(3, loaded.config.vocab_size, prompt).tolist() for prompt, _ in shapes]
     params = [SamplingParams(max_tokens=output, temperature=0.0, ignore_eos=True) for _, output in shapes]
     outputs = runs.run(engine, prompts, params)
     assert [len(output.outputs[0].token_ids) for output in outputs] == [output for _, output in shapes]
