@@ -95,6 +95,7 @@ def test_a_trace_of_ones_own_comes_as_it_came_and_what_is_wrong_is_said(capsys, 
     row, out = simulate(capsys, "--workload", "mine.csv", "--arrivals", "trace", "--records", "r.jsonl")
     assert row["requests"] == 4 and row["rate"] is None and row["lengths_are_statistics"] is False
     _, requests = records("r.jsonl")
+    assert sum(row[name] for name in SPLIT) == pytest.approx(1.0)  # all of it, where no duration is given
     assert [(r["arrival"], r["prompt_len"]) for r in requests] == [(0, 10), (3, 20), (3, 30), (7, 50)]
     notes = [line for line in out.splitlines() if line.startswith("note: ")]
     assert len(notes) == len(row["notes"]) == 4
@@ -107,23 +108,89 @@ def test_a_trace_of_ones_own_comes_as_it_came_and_what_is_wrong_is_said(capsys, 
         assert part in out
 
 
+def test_what_a_duration_cuts_off_is_said(capsys, tmp_path):
+    (tmp_path / "mine.csv").write_text("arrival_s,prompt_tokens,output_tokens\n0,10,5\n3,20,5\n30,30,5\n40,3,5\n")
+    row, _ = simulate(capsys, "--workload", "mine.csv", "--arrivals", "trace", "--duration", "30")
+    assert row["requests"] == 2 and row["token_states"] is row["mean_batched_requests"] is None
+    assert row["notes"] == [
+        "2 rows have a time at or after the 30 seconds of the duration, left out",
+        "no step ended from 10 to 30 seconds, so there is nothing to average of memory and batches",
+    ]
+
+
+def test_who_cannot_be_served_is_said_with_the_reason(capsys):
+    row, _ = simulate(capsys, *SHORT, "--n", "257")
+    assert row["requests"] == 0 and row["normalized_latency_s"] is None
+    number = row["notes"][0].split()[0]
+    assert row["notes"] == [
+        f"{number} requests can never run (first: request '0' has n=257, but max_num_seqs=256 allows no more sequences "
+        "at the same time), left out",
+        "no request came",
+    ]
+    row, _ = simulate(capsys, *SHORT, "--n", "8", "--allocator", "orca-max")
+    assert row["requests"] == row["failed_requests"] == int(number) and row["normalized_latency_s"] is None
+    assert row["notes"][0].startswith(f"{number} requests failed (first: request '0': needs room for ")
+    assert row["notes"][0].endswith("but the whole pool holds 15728 (983 blocks of 16 tokens))")
+
+
 def test_a_short_file_is_repeated_and_said_so(capsys, tmp_path):
     (tmp_path / "mine.csv").write_text("prompt_tokens,output_tokens\n10,5\n20,5\n")
     row, out = simulate(capsys, "--workload", "mine.csv", *SHORT)
     assert row["requests"] > 100
-    assert f"note: {row['requests'] - 2:,} requests repeat earlier ones: the workload has no more" in out
+    assert f"note: {row['requests'] - 2:,} rows come again: the workload has no more" in out
 
 
-def test_measured_step_times_stand_in_for_a_chip(capsys, tmp_path):
-    times = {"model": "smollm2-135m", "token_sizes": [1, 1 << 20], "token_seconds": [0.02, 0.05], "num_steps": 9}
+@pytest.fixture
+def step_times(tmp_path):
+    """A file of `bench --step-times`: steps of one token take 20 ms, others 50."""
+    times = {"model": "smollm2-135m", "token_sizes": [1, 64], "token_seconds": [0.02, 0.05], "num_steps": 9}
     times |= dict.fromkeys(("seconds_per_seq", "seconds_per_context_token"), 0.0)
     times |= dict.fromkeys(("seconds_per_copied_block", "seconds_per_swapped_block"), 0.0)
+    times["engine"] = {"block_size": 8, "num_blocks": 500, "max_num_seqs": 4, "max_num_batched_tokens": 64}
+    times["engine"] |= {"max_model_len": 1024, "enable_chunked_prefill": True, "overlap": True}
     (tmp_path / "steps.json").write_text(json.dumps([{"step_times": times}]))
-    flags = ["--model", "smollm2-135m", "--cost-model", "steps.json", "--num-blocks", "500", "--records", "r.jsonl"]
-    row, _ = simulate(capsys, "--rate", "1", "--duration", "20", "--max-model-len", "1024", *flags)
+    return ["--model", "smollm2-135m", "--cost-model", "steps.json"]
+
+
+def test_measured_step_times_bring_their_engine_along(capsys, step_times):
+    row, _ = simulate(capsys, "--rate", "1", "--duration", "20", *step_times, "--records", "r.jsonl")
     steps, _ = records("r.jsonl")
     took = {(s["num_tokens"] > 1, round(s["end"] - s["start"], 6)) for s in steps}
     assert took == {(False, 0.02), (True, 0.05)} and row["chips"] == "measured: steps.json"
+    assert (row["num_blocks"], row["configuration"]["cache"]["block_size"]) == (500, 8)
+    scheduler = row["configuration"]["scheduler"]
+    assert (scheduler["max_num_seqs"], scheduler["max_model_len"], scheduler["enable_chunked_prefill"]) == (
+        4,
+        1024,
+        True,
+    )
+    other, _ = simulate(capsys, "--rate", "1", "--duration", "20", *step_times, "--num-blocks", "300", "--no-overlap")
+    assert other["num_blocks"] == 300 and other["normalized_latency_s"] != row["normalized_latency_s"]
+
+
+def test_more_tokens_than_were_measured_are_refused_and_free_swaps_said(capsys, step_times):
+    assert main(["simulate", "--rate", "1", *step_times, "--max-num-batched-tokens", "65"]) == 1
+    message = "max_num_batched_tokens=65 is not allowed: max_num_batched_tokens must be at most 64, of which step times"
+    assert message in capsys.readouterr().err
+    pressed = ["--num-blocks", "140", "--preemption", "swap", "--swap-space", "1000000000", "--rate", "4"]
+    row, _ = simulate(capsys, *step_times, *pressed, "--duration", "30")
+    assert row["swapped_blocks"] > 0 and "swapping took no time: none was measured" in row["notes"]
+
+
+def test_no_file_is_lost(capsys, tmp_path):
+    (tmp_path / "mine.csv").write_text("prompt_tokens,output_tokens\n10,5\n")
+    for flags, message in (
+        (["--records", "mine.csv"], "--records and --workload are the same file"),
+        (["--json", "./mine.csv"], "--json and --workload are the same file"),
+        (["--records", "a", "--json", "a"], "--records and --json are the same file"),
+    ):
+        assert main(["simulate", "--workload", "mine.csv", *SHORT, *flags]) == 1
+        assert message in capsys.readouterr().err
+    (tmp_path / "simulated.jsonl.gz").write_text("precious")
+    (tmp_path / "bad.csv").write_text("prompt_tokens,output_tokens\n-10,5\n")
+    assert main(["simulate", "--workload", "bad.csv", *SHORT]) == 1
+    assert (tmp_path / "simulated.jsonl.gz").read_text() == "precious"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["bad.csv", "mine.csv", "simulated.jsonl.gz"]
 
 
 @pytest.mark.parametrize(
@@ -135,19 +202,31 @@ def test_measured_step_times_stand_in_for_a_chip(capsys, tmp_path):
         (["--allocator", "buddy"], "allocator='buddy' is not allowed: allocator must be one of paged, orca-max, "),
         (["--arrivals", "uniform"], "arrivals='uniform' is not allowed: arrivals must be one of paper, poisson, "),
         (["--model", "opt-175b", "--chip", "a100-80gb", "--num-chips", "4"], "opt-175b does not fit 4 x a100-80gb"),
-        (["--rate", "0"], "rate=0.0 is not allowed: rate must be a positive number of requests a second"),
+        (["--rate", "0"], "rate=0.0 is not allowed: rate must be above 0 and at most 1,000,000 requests a second"),
         (["--rate", "-1"], "rate=-1.0 is not allowed"),
         (["--rate", "nan"], "rate=nan is not allowed"),
-        (["--duration", "0"], "duration=0.0 is not allowed: duration must be a positive number of seconds"),
-        (["--warmup", "900"], "warmup=900.0 is not allowed: warmup must be from 0 to less than duration=900.0 seconds"),
+        (["--duration", "0"], "duration=0.0 is not allowed: duration must be None, or above 0 and at most "),
+        (
+            ["--warmup", "900"],
+            "warmup=900.0 is not allowed: warmup must be None, or from 0 to less than the 900 seconds",
+        ),
         (["--find-knee", "0"], "find_knee=0.0 is not allowed"),
-        (["--find-knee", "1e-6", "--duration", "9"], "requests are not served fast enough even at "),
+        (["--find-knee", "1e-6", "--duration", "9"], "requests are not served fast enough at 0.07"),
         (["--arrivals", "trace"], "arrivals='trace' is not allowed: arrivals must be paper or one of poisson, "),
         (["--arrivals", "trace", "--rate", "3"], "rate=3.0 is not allowed: rate must be None with arrivals"),
         (["--max-model-len", "4096"], "max_model_len=4096 is not allowed: max_model_len must be at most 2048"),
         (["--cost-model", "none.json"], "cost_model='none.json' cannot be read"),
-        (["--n", "0"], "n=0 is not allowed: n must be an integer of at least 1"),
-        (["--max-model-len", "2"], "no request of the workload can be served: 200,000 are longer than 1 tokens"),
+        (["--rate", "1e9"], "rate=1000000000.0 is not allowed"),
+        (["--rate", "1e5"], "rate must be at most 5555.56 a second for 900 seconds of arrivals="),
+        (["--find-knee", "inf"], "find_knee=inf is not allowed: find_knee must be a finite number"),
+        (["--find-knee", "0.5", "--num-blocks", "2", "--duration", "20"], "a request can never run: request '0' has"),
+        (["--block-size", "0"], "block_size=0 is not allowed: block_size must be None or an integer from 1 to"),
+        (["--block-size", "24"], "block_size=24 is not allowed: block_size must be None or a power of two"),
+        (["--block-size", "1048576"], "block_size must be at most the 15,728 tokens that the memory for the KV cache"),
+        (["--seed", "4294967296"], "seed=4294967296 is not allowed: seed must be an integer from 0 to 4,294,967,295"),
+        (["--num-blocks", "99999999999999999999"], "num_blocks must be None or an integer from 1 to 10,000,000"),
+        (["--n", "0"], "n=0 is not allowed: n must be an integer from 1 to 1,000,000"),
+        (["--max-model-len", "2"], "no row of the workload can be served: 200,000 have more than 1 tokens"),
     ],
 )
 def test_what_cannot_be_is_one_sentence(capsys, flags, message):

@@ -6,7 +6,7 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
 from itertools import islice
 from typing import TYPE_CHECKING, Any
 
@@ -141,14 +141,14 @@ class Fidelity:
 
     def fit(self) -> MeasuredCost:
         """The step times of the calibration, which must have been read."""
-        config = self.engine.config
+        engine = self.engine
+        config = {
+            **asdict(engine.config),
+            "num_blocks": engine.pool_info.num_blocks,
+            "max_model_len": engine.max_model_len,
+        }
         steps = [step for phase in self.calibration for step in phase.steps]
-        return fit(self.engine_name, steps, token_buckets(config.max_num_batched_tokens))
-
-    @property
-    def engine_name(self) -> str:
-        """The model, as it was named."""
-        return str(self.engine.source.get("name", self.engine.source))
+        return fit(str(engine.source["name"]), steps, token_buckets(engine.config.max_num_batched_tokens), config)
 
     def compare(self, rate: float, phase: Phase, cost: MeasuredCost) -> list[dict[str, object]]:
         """What the engine did in a phase beside what a simulation makes of its requests.
@@ -162,9 +162,7 @@ class Fidelity:
                 "measure": name,
                 "engine": real[name],
                 "simulator": simulated[name],
-                "difference": f"{100 * (simulated[name] - real[name]):+.2f} points"
-                if name in KVUsage._fields
-                else f"{100 * (simulated[name] / real[name] - 1):+.1f} %",
+                "difference": _difference(name, real[name], simulated[name]),
             }
             for name in COMPARED
         ]
@@ -187,3 +185,11 @@ class Fidelity:
         for request in phase.requests:
             summary.on_request(request)
         return summary.row()
+
+
+def _difference(name: str, real: float | None, simulated: float | None) -> str | None:
+    if real is None or simulated is None:  # of outputs of one token there is no time between tokens
+        return None
+    if name in KVUsage._fields:
+        return f"{100 * (simulated - real):+.2f} points"
+    return f"{100 * (simulated / real - 1):+.1f} %" if real else None

@@ -62,7 +62,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
     )
     parser.add_argument(
         "--rates",
-        type=_rates,
+        type=rates,
         metavar="RATE,...",
         help="requests a second against the simulator (default: 40, 55 and 70 %% of what the engine ends at most)",
     )
@@ -100,11 +100,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _rates(text: str) -> tuple[float, ...]:
-    rates = tuple(float(part) for part in text.split(","))
-    if not all(0 < rate < float("inf") for rate in rates):
+def rates(text: str) -> tuple[float, ...]:
+    """Numbers of requests a second, for argparse."""
+    found = tuple(float(part) for part in text.split(","))
+    if not all(0 < rate < float("inf") for rate in found):
         raise argparse.ArgumentTypeError(f"{text} has a rate that is not above 0")
-    return rates
+    return found
 
 
 def _host_rows(args: argparse.Namespace) -> tuple[Rows, dict[str, Any]]:

@@ -51,20 +51,24 @@ def simulator_rows(args: argparse.Namespace) -> tuple[Rows, Engine]:
             fidelity = Fidelity(engine, args.seed, progress)
             full = fidelity.calibrate(CALIBRATION_REQUESTS)
             rates = (args.rates or tuple(part * full for part in RATES)) if compares else ()
-            phases = {rate: fidelity.serve(f"{rate:.3g} a second", number, rate) for rate in rates}
+            phases = [fidelity.serve(f"rate {place}", number, rate) for place, rate in enumerate(rates)]
         fidelity.read()
         cost = fidelity.fit()
         rows = _step_rows(fidelity, cost)
         if args.step_times:
             _write(args.step_times, cost, rows, engine, args.seed)
         if compares:
-            rows = [row for rate, phase in phases.items() for row in fidelity.compare(rate, phase, cost)]
+            rows = [
+                row for rate, phase in zip(rates, phases, strict=True) for row in fidelity.compare(rate, phase, cost)
+            ]
     return rows, engine
 
 
 def _check(config: EngineConfig, args: argparse.Namespace) -> None:
     if args.rates and args.against != "simulator":
         raise ConfigError("--rates are those of --against simulator")
+    if args.sampled:
+        raise ConfigError("--sampled has no use here: step times are those of greedy requests")
     if config.batching != "continuous" or config.allocator != "paged":
         raise ConfigError(
             "step times are measured with continuous batching and paged memory, which can make every step"

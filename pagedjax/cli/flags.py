@@ -128,7 +128,7 @@ def _attribute_texts(doc: str) -> dict[str, str]:
 def _how(kind: typing.Any) -> dict[str, typing.Any]:
     """How argparse reads a field of this type."""
     members = typing.get_args(kind) or (kind,)
-    if kind is bool:
+    if set(members) <= {bool, NoneType}:
         return {"action": argparse.BooleanOptionalAction}
     if any(typing.get_origin(member) is Mapping for member in members):
         return {"type": _biases, "metavar": "TOKEN=BIAS,..."}

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import gzip
 import json
+import os
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from typing import IO, Any
 
 from pagedjax.errors import PagedJaxError
@@ -14,13 +16,19 @@ from pagedjax.sim.records import RequestRecord, StepRecord
 
 @contextmanager
 def record_file(path: str) -> Iterator[IO[str]]:
-    """A file to write records to. A run that is cut short leaves what there is."""
-    opened = gzip.open if path.endswith(".gz") else open
+    """A file to write records to, gzipped if its name ends with .gz. Unless all goes well, what was there stays."""
+    target = Path(path)
+    partial = target.with_name(f".{target.name}.{os.getpid()}") if target.is_file() or not target.exists() else target
     try:
-        with opened(path, "wt", encoding="utf-8") as file:
+        with gzip.open(partial, "wt", encoding="utf-8") if path.endswith(".gz") else open(partial, "w") as file:
             yield file
+        if partial != target:
+            partial.replace(target)
     except OSError as error:
         raise PagedJaxError(f"cannot write {path} ({error.strerror})") from error
+    finally:
+        if partial != target:
+            partial.unlink(missing_ok=True)
 
 
 class RecordWriter:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import math
 from contextlib import nullcontext
+from pathlib import Path
 from typing import IO, TYPE_CHECKING
 
 from tqdm import tqdm
@@ -12,9 +14,11 @@ from tqdm import tqdm
 from pagedjax.cli.flags import add_json_flag, add_simulation_flags, simulation_config, writable_file
 from pagedjax.cli.record_file import RecordWriter, record_file
 from pagedjax.config import require
+from pagedjax.errors import ConfigError
+from pagedjax.interrupt import interrupts_deferred
 from pagedjax.provenance import provenance
 from pagedjax.scalars import is_number
-from pagedjax.sim.config import OWN
+from pagedjax.sim.config import OWN, SimulationConfig
 from pagedjax.sim.knee import Probe
 from pagedjax.tables import format_table, write_json
 
@@ -54,13 +58,15 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one record, and says where the lengths come from and what of them was left out."""
-    from pagedjax.sim.simulation import Simulation  # here, as it brings JAX along
+    with interrupts_deferred():  # it brings JAX along, which Ctrl-C must not strike in the middle of
+        from pagedjax.sim.simulation import Simulation
 
     config, bound = simulation_config(args), args.find_knee
     if bound is not None:
-        require(is_number(bound) and bound > 0, "find_knee", bound, "a positive number of seconds a token")
+        require(is_number(bound) and bound > 0, "find_knee", bound, "a finite number of seconds a token above 0")
     elif config.rate is None and config.arrivals != OWN:
         require(False, "rate", None, "given, unless --find-knee is, or --arrivals trace")
+    _require_apart(args, config)
     simulation = Simulation(config)
     print(f"lengths: {simulation.trace.description}")
     knee = None if bound is None else _find_knee(simulation, bound)
@@ -69,13 +75,28 @@ def run(args: argparse.Namespace) -> int:
         summary = _run(simulation, rate, file)
     row = _row(simulation, rate, knee) | summary
     print(format_table([row]))
-    for line in simulation.notes():
+    for line in simulation.notes:
         print(f"note: {line}")
     if file is not None:
         print(f"records: {args.records}")
     if args.json:
         write_json(args.json, [{**row, **_origin(simulation, bound)}])
     return 0
+
+
+def _require_apart(args: argparse.Namespace, config: SimulationConfig) -> None:
+    """Raises ConfigError where one file would be written over another."""
+    records = None if args.no_records else args.records
+    files = {
+        "--records": records,
+        "--json": args.json,
+        "--workload": config.workload,
+        "--cost-model": config.cost_model,
+    }
+    seen: dict[Path, str] = {}
+    for flag, name in files.items():
+        if name is not None and (other := seen.setdefault(Path(name).resolve(), flag)) != flag:
+            raise ConfigError(f"{other} and {flag} are the same file, {name}: give one of them another name")
 
 
 def _row(simulation: Simulation, rate: float | None, knee: float | None) -> Row:
@@ -107,7 +128,7 @@ def _origin(simulation: Simulation, bound: float | None) -> Row:
     return {
         "lengths": simulation.trace.description,
         "lengths_are_statistics": simulation.trace.is_statistics,
-        "notes": simulation.notes(),
+        "notes": simulation.notes,
         "configuration": configuration,
         "provenance": provenance(configuration, {"simulation": config.seed}),
     }
@@ -124,8 +145,9 @@ def _find_knee(simulation: Simulation, bound: float) -> float:
 
 
 def _run(simulation: Simulation, rate: float | None, file: IO[str] | None) -> Row:
-    duration = simulation.config.duration
-    with tqdm(total=round(duration), desc="simulating", unit="s", disable=None, leave=False) as bar:
+    duration = simulation.duration
+    total = None if math.isinf(duration) else round(duration)
+    with tqdm(total=total, desc="simulating", unit="s", disable=None, leave=False) as bar:
 
         def tell(now: float) -> None:
             done = int(min(now, duration))

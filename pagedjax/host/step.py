@@ -305,7 +305,7 @@ class Step:
         )
         self.failed += [seq.seq_id for seq in members]
         self._roster.finish(group, "error", message)
-        pinned = slots - self._allocator.usage({}).free if not self._roster.running else 0
-        if pinned:  # nobody runs, and still it is in use
+        pinned = len({block for blocks in allocator.pins().values() for block in blocks}) * allocator.block_size
+        if pinned and not self._roster.running:  # nobody runs, and still it is in use
             for seq in members:
                 seq.stop_reason = f"{message}, of which registered prefixes take {pinned}"

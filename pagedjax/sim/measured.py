@@ -5,13 +5,33 @@ from __future__ import annotations
 import json
 import os
 from bisect import bisect_left
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from pagedjax.config import require
 from pagedjax.errors import ConfigError
+from pagedjax.scalars import is_int, is_number, shown
 from pagedjax.sim.records import StepRecord, StepShape
+
+_RATES = (
+    "seconds_per_seq",
+    "seconds_per_context_token",
+    "seconds_per_copied_block",
+    "seconds_per_swapped_block",
+)
+
+ENGINE_FIELDS = {
+    "block_size": int,
+    "num_blocks": int,
+    "max_num_seqs": int,
+    "max_num_batched_tokens": int,
+    "max_model_len": int,
+    "enable_chunked_prefill": bool,
+    "overlap": bool,
+}
+"""What of an engine's configuration its step times depend on, and a simulation of it needs."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +43,7 @@ class MeasuredCost:
         token_sizes: tokens that programs are compiled for, ascending: a step is padded to the next one.
         token_seconds: of each, without what follows.
         seconds_per_seq, seconds_per_context_token, seconds_per_copied_block, seconds_per_swapped_block: what each adds.
+        engine: how the engine was configured, as `EngineConfig` names it, with numbers of blocks and lengths resolved.
         mean_error: mean of |fitted - measured| over steps, relative to the mean step.
         num_steps: measured.
     """
@@ -34,19 +55,25 @@ class MeasuredCost:
     seconds_per_context_token: float
     seconds_per_copied_block: float
     seconds_per_swapped_block: float
+    engine: Mapping[str, Any]
     mean_error: float = 0.0
     num_steps: int = 0
+
+    def __post_init__(self) -> None:
+        sizes, times = self.token_sizes, (*self.token_seconds, *(getattr(self, name) for name in _RATES))
+        _require(len(sizes) == len(self.token_seconds) > 0, "token_sizes and token_seconds of equal lengths")
+        _require(all(is_int(size, 1) for size in sizes) and [*sizes] == sorted({*sizes}), "ascending token_sizes")
+        _require(all(is_number(time) and time >= 0 for time in times), "times of 0 seconds or more")
+        _require(any(self.token_seconds), "a time above 0")
+        for name, kind in ENGINE_FIELDS.items():
+            value = self.engine.get(name)
+            _require(is_int(value, 1) if kind is int else isinstance(value, bool), f"{name} of the engine")
 
     def seconds(self, step: StepShape) -> float:
         """How long the step takes."""
         base = self.token_seconds[bisect_left(self.token_sizes, step.num_tokens)] if step.num_tokens else 0.0
-        rates = (
-            self.seconds_per_seq,
-            self.seconds_per_context_token,
-            self.seconds_per_copied_block,
-            self.seconds_per_swapped_block,
-        )
-        return base + sum(rate * number for rate, number in zip(rates, _extras(step), strict=True))
+        rates = [getattr(self, name) for name in _RATES]
+        return base + sum([rate * number for rate, number in zip(rates, _extras(step), strict=True)])
 
     def rows(self, steps: Iterable[StepRecord]) -> list[dict[str, object]]:
         """Of each program size: steps measured, and their mean time measured and fitted, in milliseconds."""
@@ -68,24 +95,29 @@ class MeasuredCost:
     @classmethod
     def load(cls, path: str | os.PathLike[str], model: str) -> MeasuredCost:
         """Reads what `pagedjax bench --step-times` wrote for a model. Raises ConfigError."""
+        name = shown(os.fspath(path))
         try:
-            record = json.loads(Path(path).read_text(encoding="utf-8"))
-            row = record[0] if isinstance(record, list) else record
-            fields = dict(row["step_times"])
-            for name in ("token_sizes", "token_seconds"):
-                fields[name] = tuple(fields[name])
+            (record,) = json.loads(Path(path).read_text(encoding="utf-8"))
+            fields = dict(record["step_times"])
+            for part in ("token_sizes", "token_seconds"):
+                fields[part] = tuple(fields[part])
             cost = cls(**fields)
         except OSError as error:
-            raise ConfigError(f"cost_model={os.fspath(path)!r} cannot be read ({error.strerror})") from error
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise ConfigError(
-                f"cost_model={os.fspath(path)!r} is no file of `bench --step-times`: {error!r}"
-            ) from error
+            raise ConfigError(f"cost_model={name} cannot be read ({error.strerror})") from error
+        except UnicodeDecodeError as error:
+            raise ConfigError(f"cost_model={name} is no file of `bench --step-times`: it is no text") from error
+        except (AttributeError, KeyError, TypeError, ValueError, RecursionError) as error:
+            raise ConfigError(f"cost_model={name} is no file of `bench --step-times`: {shown(str(error))}") from error
         require(cost.model == model, "cost_model", os.fspath(path), f"of {model}; this one is of {cost.model}")
         return cost
 
 
-def fit(model: str, steps: Sequence[StepRecord], token_sizes: Sequence[int]) -> MeasuredCost:
+def _require(ok: bool, what: str) -> None:
+    if not ok:
+        raise ValueError(f"it needs {what}")
+
+
+def fit(model: str, steps: Sequence[StepRecord], token_sizes: Sequence[int], engine: Mapping[str, Any]) -> MeasuredCost:
     """The least squares of measured steps. What never happened in them is taken to cost nothing.
 
     A size of which there are no steps lies on the line between its neighbours; no coefficient is below 0.
@@ -93,6 +125,7 @@ def fit(model: str, steps: Sequence[StepRecord], token_sizes: Sequence[int]) -> 
     Args:
         steps: one at least.
         token_sizes: tokens that programs are compiled for, ascending.
+        engine: see `MeasuredCost`.
     """
     import numpy as np
     from scipy.optimize import nnls
@@ -117,6 +150,7 @@ def fit(model: str, steps: Sequence[StepRecord], token_sizes: Sequence[int]) -> 
         per_context_token,
         per_copied_block,
         per_swapped_block,
+        {name: engine[name] for name in ENGINE_FIELDS},
         error,
         len(steps),
     )

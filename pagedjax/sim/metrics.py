@@ -86,7 +86,7 @@ class Summary:
         self._reasons[request.finish_reason] += 1
         self._tokens += request.num_output_tokens
         self._preemptions += request.num_preemptions
-        if request.finish_reason not in ("stop", "length") or not request.output_len:
+        if not request.is_served:
             return
         self.normalized_latency.add(request.normalized_latency)
         self.first_token.add(request.first_token - request.arrival)
@@ -94,14 +94,16 @@ class Summary:
             self.between_tokens.add((request.end - request.first_token) / (request.output_len - 1))
 
     def row(self) -> dict[str, Any]:
-        """Fractions of the pool, requests, seconds, tokens a second, blocks.
+        """Fractions of the pool, requests, seconds, tokens a second, blocks; None for a mean over nothing.
 
         `sharing_saving` is 1 - 1 / (mean over steps of logical / physical blocks), as in the paper's Fig. 15.
         """
-        slots = max(1, self._num_steps * self._num_slots)
+        steps, slots = self._num_steps, self._num_steps * self._num_slots
         return {
-            **{name: total / slots for name, total in zip(KVUsage._fields, self._usage, strict=True)},
-            "mean_batched_requests": self._num_running / max(1, self._num_steps),
+            **{
+                name: total / slots if steps else None for name, total in zip(KVUsage._fields, self._usage, strict=True)
+            },
+            "mean_batched_requests": self._num_running / steps if steps else None,
             "requests": self._reasons.total(),
             "failed_requests": self._reasons.total() - self.normalized_latency.count,
             **_spread("normalized_latency", self.normalized_latency),

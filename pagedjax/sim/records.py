@@ -64,6 +64,7 @@ class RequestRecord(NamedTuple):
         num_output_tokens: of all its samples or beams together.
         num_preemptions: of its sequences.
         finish_reason: "stop", "length", "abort" or "error".
+        stop_reason: what stopped its first output; the message of an error.
     """
 
     request_id: str
@@ -75,6 +76,12 @@ class RequestRecord(NamedTuple):
     num_output_tokens: int
     num_preemptions: int
     finish_reason: str
+    stop_reason: str | int | None = None
+
+    @property
+    def is_served(self) -> bool:
+        """Whether it has all its output, so that it makes sense to ask how long it took."""
+        return self.output_len > 0 and self.finish_reason in ("stop", "length")
 
     @property
     def normalized_latency(self) -> float:
@@ -198,4 +205,5 @@ def _record(entry: Open, now: float) -> RequestRecord:
         sum(lengths),
         sum(seq.num_preemptions for seq in group.sequences),
         group.sequences[0].finish_reason or "error",
+        group.sequences[0].stop_reason,
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections import Counter
 from collections.abc import Iterable
 
 from pagedjax.errors import InvalidRequest
@@ -34,7 +33,8 @@ class Simulator:
 
     Attributes:
         now: seconds since the start.
-        refused: requests that the scheduler did not take, by the kind of the error.
+        num_refused: requests that the scheduler did not take.
+        refusal: what it said of the first of them.
         recorder: knows the requests that have not ended.
     """
 
@@ -52,7 +52,8 @@ class Simulator:
     ) -> None:
         self.scheduler = scheduler
         self.now = 0.0
-        self.refused = Counter[str]()
+        self.num_refused = 0
+        self.refusal = ""
         self.recorder = Recorder(scheduler, on_step, on_request)
         self._cost = cost
         self._arrivals = iter(trace)
@@ -85,7 +86,8 @@ class Simulator:
         try:
             self.recorder.added(self.scheduler.add(coming.request), coming.time)
         except InvalidRequest as error:
-            self.refused[type(error).__name__] += 1
+            self.num_refused += 1
+            self.refusal = self.refusal or str(error)
 
     def step(self) -> bool:
         """Plans a step and takes the result of one, as an engine does; False if there was nothing to do."""

@@ -13,6 +13,9 @@ from pagedjax.errors import ConfigError
 from pagedjax.request import BeamSearchParams, Request, SamplingParams
 from pagedjax.sim.traces.rows import TraceRow
 
+HIGHEST_RATE = 1_000_000
+"""Requests a second."""
+
 HOPELESS = 200_000
 """Rows too long to be served, before the first that is not."""
 
@@ -138,24 +141,32 @@ def keep_servable(
             kept = True
             yield row
         else:
-            leave_out(f"longer than {max_len} tokens")
+            leave_out(f"more than {max_len} tokens")
             if not kept and number == HOPELESS:
-                raise ConfigError(
-                    f"no request of the workload can be served: {number:,} are longer than {max_len} tokens"
-                )
+                raise ConfigError(f"no row of the workload can be served: {number:,} have more than {max_len} tokens")
 
 
 def timed(
-    arrivals: Iterable[tuple[float, TraceRow]], duration: float, maker: RequestMaker = RequestMaker()
+    arrivals: Iterable[tuple[float, TraceRow]],
+    duration: float,
+    maker: RequestMaker = RequestMaker(),
+    too_late: Callable[[], None] | None = None,
 ) -> Iterator[TimedRequest]:
-    """The requests of these times and rows, up to `duration` seconds."""
+    """The requests of these times and rows, up to `duration` seconds.
+
+    Args:
+        too_late: told of each that comes later. None: nobody asks, and there may be no end of them.
+    """
     for number, (time, row) in enumerate(arrivals):
-        if time >= duration:
+        if time < duration:
+            yield TimedRequest(time, maker.make(number, row, time))
+        elif too_late is None:
             return
-        yield TimedRequest(time, maker.make(number, row, time))
+        else:
+            too_late()
 
 
 def require_rate(rate: object) -> None:
-    """Raises ConfigError unless it is a positive number."""
-    ok = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate < float("inf")
-    require(ok, "rate", rate, "a positive number of requests a second")
+    """Raises ConfigError unless it is a positive number that arrivals can have."""
+    ok = isinstance(rate, int | float) and not isinstance(rate, bool) and 0 < rate <= HIGHEST_RATE
+    require(ok, "rate", rate, f"above 0 and at most {HIGHEST_RATE:,} requests a second")

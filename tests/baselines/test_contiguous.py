@@ -59,13 +59,21 @@ def test_samples_and_beams_have_chunks_of_their_own():
     assert contiguous(scheduler).buddies.num_chunks == 7
 
 
+def test_chunks_kept_for_beams_to_come_are_internal_fragmentation():
+    scheduler = make_scheduler(64, allocator="orca-oracle")
+    scheduler.add(make_request(0, 5, max_tokens=8, beam=BeamSearchParams(4, 8)))
+    scheduler.schedule()
+    # Four chunks of 4 blocks for 13 tokens each; one beam is there, with 5 tokens.
+    assert scheduler.usage() == (5, 8, 3 * 13, 4 * 3, 256 - 4 * 16)
+
+
 def test_a_request_that_needs_more_chunks_than_there_are_takes_none():
     scheduler = make_scheduler(48, allocator="orca-max")
     before = scheduler.allocator.snapshot()
     scheduler.add(make_request(0, 5, n=4))
     plan = scheduler.schedule()
     assert plan is not None and len(plan.failed) == 4
-    assert scheduler.allocator.snapshot()["chunks"] == before["chunks"]
+    assert {**scheduler.allocator.snapshot(), "refused": before["refused"]} == before
 
 
 @pytest.mark.parametrize("name", CONTIGUOUS)

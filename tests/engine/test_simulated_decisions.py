@@ -28,6 +28,7 @@ SYSTEMS: dict[str, dict[str, Any]] = {
     "recompute": {"preemption": "recompute"},
     "swap": {"preemption": "swap", "swap_space": 1 << 20},
     "chunks": {"max_num_batched_tokens": 9},
+    "prefix caching": {"enable_prefix_caching": True, "preemption": "recompute"},
     "orca-max": {"allocator": "orca-max"},
     "orca-pow2": {"allocator": "orca-pow2"},
     "orca-oracle": {"allocator": "orca-oracle"},
@@ -84,11 +85,13 @@ def step_both(runs: Runs, engine: Engine, n: int) -> tuple[list[Any], list[Any],
         while coming and coming[0][0] <= index:
             row = coming.pop(0)[1]
             number = engine._num_requests
+            (prompt,) = runs.prompts(row.prompt_len)  # all begin alike
             engine.add_request(
-                {"prompt_token_ids": runs.prompts(row.prompt_len)[0]},
+                {"prompt_token_ids": prompt},
                 SamplingParams(n=n, temperature=0.0, max_tokens=row.output_len, ignore_eos=True),
             )
-            simulator.add(TimedRequest(simulator.now, maker.make(number, row, simulator.now)))
+            request = replace(maker.make(number, row, simulator.now), prompt_token_ids=tuple(prompt))
+            simulator.add(TimedRequest(simulator.now, request))
         engine.step()
         simulator.step()
         if not coming and not engine.has_unfinished() and not scheduler.has_unfinished():
@@ -104,6 +107,7 @@ def test_decisions_and_records_are_the_same(runs: Runs, system: str, overlap: bo
     assert real == simulated and sum(plan is not None for plan in real) > 60
     if system in ("recompute", "swap"):
         assert engine.stats().num_preemptions > 0
+    assert (engine.stats().prefix_hits > 0) == (system == "prefix caching")
 
     real_steps: list[StepRecord] = []
     real_requests: list[RequestRecord] = []

@@ -141,7 +141,8 @@ def test_pressure_shows_in_the_records():
 
 def test_requests_that_can_never_run_are_counted():
     simulator, _, requests = simulate(come((0.0, 60, 3), (0.0, 70, 3), (0.0, 4, 2), (0.0, 62, 3)))
-    assert simulator.refused == {"RequestTooLong": 1, "InvalidRequest": 1} and len(requests) == 2
+    assert simulator.num_refused == 2 and len(requests) == 2
+    assert simulator.refusal.startswith("request '1' has a prompt of 70 tokens, but max_model_len=64")
 
 
 def test_it_stops_in_time():
@@ -187,6 +188,18 @@ def test_a_step_costs_what_its_bytes_and_operations_cost():
     four = Roofline(
         find_model("opt-66b"), make_server(find_model("opt-66b")), 16, seconds_per_step=0, seconds_per_seq=0
     )
+    assert cost.seconds(StepShape(1, 1, 0, num_copied=3)) == pytest.approx(
+        weights + 3 * 2 * 16 * 819_200 / (0.6 * 1.555e12)
+    )
+    assert cost.seconds(StepShape(0, 0, 0, num_swapped=10)) == pytest.approx(10 * 16 * 819_200 / 32e9)
+    host = Roofline(model, server, 16)
+    assert host.seconds(StepShape(1, 7, 0)) == pytest.approx(weights + 3e-3 + 7 * 0.33e-3)
+    hidden = Roofline(model, server, 16, hides_host=True)
+    assert hidden.seconds(StepShape(1, 7, 0)) == pytest.approx(weights)
+    assert hidden.seconds(StepShape(1, 250, 0)) == pytest.approx(3e-3 + 250 * 0.33e-3)
+    # Two all-reduces a layer, each of the tokens' hidden states.
+    reduced = four.seconds(StepShape(100, 1, 0)) - four.seconds(StepShape(1, 1, 0))
+    assert reduced == pytest.approx(2 * 64 * 99 * 9216 * 2 / 62e9)
     assert four.seconds(StepShape(1, 1, 0)) == pytest.approx(132e9 / 4 / (0.8 * 1.555e12) + 128 * 18e-6, rel=0.01)
 
 
@@ -222,7 +235,7 @@ def test_what_cannot_be_served_is_counted():
     left_out = []
     rows = [TraceRow(4, 5), TraceRow(2000, 49), TraceRow(2000, 48)]
     assert [*keep_servable(rows, RequestMaker(), 2048, left_out.append)] == [rows[0], rows[2]]
-    assert left_out == ["longer than 2048 tokens"]
+    assert left_out == ["more than 2048 tokens"]
     assert [*keep_servable(rows, RequestMaker(shrink=2, block_tokens=4), 2048, left_out.append)] == rows
 
 
