@@ -9,8 +9,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 
-import jax
-
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
@@ -222,5 +220,7 @@ def chip_named(name: str) -> Chip:
 
 def chip_here() -> Chip | None:
     """The chip that JAX runs on here; None for a CPU, and for an accelerator that is not in the table."""
+    import jax  # here: the figures need none
+
     kind = jax.devices()[0].device_kind
     return next((chip for chip in CHIPS.values() if kind in chip.device_kinds), None)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import gzip
 import json
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -234,6 +236,18 @@ def test_what_cannot_be_is_one_sentence(capsys, flags, message):
     assert main(["simulate", *flags]) == 1
     err = capsys.readouterr().err
     assert err.startswith("pagedjax: ") and message in err and err.count("\n") == 1
+
+
+def test_it_needs_no_jax():
+    # With JAX loaded, its callbacks in Python's garbage collection would swallow a Ctrl-C now and then.
+    program = (
+        "import sys\n"
+        "from pagedjax.cli import main\n"
+        "status = main(['simulate', '--rate', '1', '--duration', '3', '--json', 'row.json'])\n"
+        "print(status, 'jax' in sys.modules)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
+    assert done.stdout.splitlines()[-1] == "0 False"
 
 
 def test_a_rate_is_asked_for(capsys):

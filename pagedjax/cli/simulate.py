@@ -7,7 +7,7 @@ import dataclasses
 import math
 from contextlib import nullcontext
 from pathlib import Path
-from typing import IO, TYPE_CHECKING
+from typing import IO
 
 from tqdm import tqdm
 
@@ -15,15 +15,12 @@ from pagedjax.cli.flags import add_json_flag, add_simulation_flags, simulation_c
 from pagedjax.cli.record_file import RecordWriter, record_file
 from pagedjax.config import require
 from pagedjax.errors import ConfigError
-from pagedjax.interrupt import interrupts_deferred
 from pagedjax.provenance import provenance
 from pagedjax.scalars import is_number
 from pagedjax.sim.config import OWN, SimulationConfig
 from pagedjax.sim.knee import Probe
+from pagedjax.sim.simulation import Simulation
 from pagedjax.tables import format_table, write_json
-
-if TYPE_CHECKING:
-    from pagedjax.sim.simulation import Simulation
 
 RECORDS = "simulated.jsonl.gz"
 
@@ -58,9 +55,6 @@ def add_command(commands: argparse._SubParsersAction) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Prints one record, and says where the lengths come from and what of them was left out."""
-    with interrupts_deferred():  # it brings JAX along, which Ctrl-C must not strike in the middle of
-        from pagedjax.sim.simulation import Simulation
-
     config, bound = simulation_config(args), args.find_knee
     if bound is not None:
         require(is_number(bound) and bound > 0, "find_knee", bound, "a finite number of seconds a token above 0")
