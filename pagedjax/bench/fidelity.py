@@ -172,9 +172,8 @@ class Fidelity:
         engine = self.engine
         scheduler = Scheduler(engine.scheduler.config, make_allocator(engine.cache_config, engine.max_model_len))
         summary = Summary(engine.cache_config.num_slots)
-        trace = [TimedRequest(at, request) for at, request in phase.trace]
         overlap = engine.config.overlap
-        Simulator(scheduler, cost, trace, summary.on_step, summary.on_request, overlap=overlap).run()
+        Simulator(scheduler, cost, phase.trace, summary.on_step, summary.on_request, overlap=overlap).run()
         return summary.row()
 
     def summarize(self, phase: Phase) -> dict[str, Any]:

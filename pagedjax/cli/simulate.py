@@ -24,6 +24,8 @@ from pagedjax.tables import format_table, write_json
 
 RECORDS = "simulated.jsonl.gz"
 
+_FOUND = {True: "fast enough", False: "too slow", None: "nobody comes"}
+
 Row = dict[str, object]
 
 
@@ -132,7 +134,7 @@ def _find_knee(simulation: Simulation, bound: float) -> float:
     with tqdm(desc="finding the knee", unit="rate", disable=None, leave=False) as bar:
 
         def tell(probe: Probe) -> None:
-            bar.set_postfix_str(f"{probe.rate:.4g} a second: {'fast enough' if probe.holds else 'too slow'}")
+            bar.set_postfix_str(f"{probe.rate:.4g} a second: {_FOUND[probe.holds]}")
             bar.update()
 
         return simulation.knee(bound, tell)
