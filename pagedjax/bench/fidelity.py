@@ -5,9 +5,9 @@ from __future__ import annotations
 import math
 import random
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field, replace
-from itertools import islice
+from itertools import islice, zip_longest
 from typing import TYPE_CHECKING, Any
 
 from pagedjax.baselines import make_allocator
@@ -31,6 +31,9 @@ if TYPE_CHECKING:
 
 CALIBRATION_RATES = (0.3, 0.6, 0.9)
 """Of the requests a second that the engine ends when all come at once: steps with few and with many sequences."""
+
+COMPARED_RATES = (0.3, 0.45, 0.6)
+"""Likewise; the knee is above."""
 
 COMPARED = (
     "token_states",
@@ -103,14 +106,28 @@ class Fidelity:
         phase.seconds = time.perf_counter() - began
         return phase
 
-    def calibrate(self, number: int) -> float:
-        """Serves requests at once, and then at some rates; how many a second the engine ends when all come at once."""
-        full = self.serve("at once", number, math.inf)
-        rate = number / full.seconds
-        self.calibration = [full]
-        for part in CALIBRATION_RATES:
-            self.calibration.append(self.serve(f"at {part:.0%}", number, part * rate))
-        return rate
+    def calibrate(self, name: str, number: int, rate: float) -> Phase:
+        """Serves random requests likewise, whose steps are those that `fit` takes."""
+        self.calibration.append(self.serve(name, number, rate))
+        return self.calibration[-1]
+
+    def run(self, rates: Sequence[float] | None, number: int, calibration_number: int) -> list[tuple[float, Phase]]:
+        """Serves what is compared, with the calibration before and between it, so that both share the machine's moods.
+
+        Args:
+            rates: requests a second; None takes COMPARED_RATES, of what the engine ends when all come at once.
+            number: of requests at each.
+            calibration_number: of requests at each rate of the calibration.
+        """
+        full = calibration_number / self.calibrate("at once", calibration_number, math.inf).seconds
+        rates = [part * full for part in COMPARED_RATES] if rates is None else rates
+        found: list[tuple[float, Phase]] = []
+        for place, (part, rate) in enumerate(zip_longest(CALIBRATION_RATES, rates)):
+            if part is not None:
+                self.calibrate(f"calibration {place}", calibration_number, part * full)
+            if rate is not None:
+                found.append((rate, self.serve(f"rate {place}", number, rate)))
+        return found
 
     def read(self) -> None:
         """Takes the records of all phases from the log. What was served before is left out."""

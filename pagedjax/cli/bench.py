@@ -64,7 +64,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "--rates",
         type=rates,
         metavar="RATE,...",
-        help="requests a second against the simulator (default: 40, 55 and 70 %% of what the engine ends at most)",
+        help="requests a second against the simulator (default: 30, 45 and 60 %% of what the engine ends at most)",
     )
     parser.add_argument(
         "--step-times",

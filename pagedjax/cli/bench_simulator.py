@@ -26,8 +26,6 @@ if TYPE_CHECKING:
 
 CALIBRATION_REQUESTS = 32
 COMPARISON_REQUESTS = 100
-RATES = (0.4, 0.55, 0.7)
-"""Of the requests a second that the engine ends when all come at once; the knee is above."""
 
 Rows = list[dict[str, object]]
 
@@ -35,7 +33,7 @@ Rows = list[dict[str, object]]
 def simulator_rows(args: argparse.Namespace) -> tuple[Rows, Engine]:
     """Measures step times, then, if asked for, serves requests at some rates and simulates the same ones."""
     from pagedjax.bench.engine import warm_up
-    from pagedjax.bench.fidelity import Fidelity
+    from pagedjax.bench.fidelity import CALIBRATION_RATES, COMPARED_RATES, Fidelity
     from pagedjax.bench.workload import random_workload
 
     with tempfile.TemporaryDirectory() as folder:
@@ -46,21 +44,18 @@ def simulator_rows(args: argparse.Namespace) -> tuple[Rows, Engine]:
         warm_up(engine, random_workload(2, args.seed, engine.model_config.vocab_size), temperature=0.0)
         compares = args.against == "simulator"
         number = args.num_requests or COMPARISON_REQUESTS
-        total = 4 * CALIBRATION_REQUESTS + (len(args.rates or RATES) * number if compares else 0)
-        with _bar(total) as progress:
+        rates = args.rates if compares else ()
+        num_rates = len(COMPARED_RATES if rates is None else rates)
+        with _bar((1 + len(CALIBRATION_RATES)) * CALIBRATION_REQUESTS + num_rates * number) as progress:
             fidelity = Fidelity(engine, args.seed, progress)
-            full = fidelity.calibrate(CALIBRATION_REQUESTS)
-            rates = (args.rates or tuple(part * full for part in RATES)) if compares else ()
-            phases = [fidelity.serve(f"rate {place}", number, rate) for place, rate in enumerate(rates)]
+            phases = fidelity.run(rates, number, CALIBRATION_REQUESTS)
         fidelity.read()
         cost = fidelity.fit()
         rows = _step_rows(fidelity, cost)
         if args.step_times:
             _write(args.step_times, cost, rows, engine, args.seed)
         if compares:
-            rows = [
-                row for rate, phase in zip(rates, phases, strict=True) for row in fidelity.compare(rate, phase, cost)
-            ]
+            rows = [row for rate, phase in phases for row in fidelity.compare(rate, phase, cost)]
     return rows, engine
 
 

@@ -18,14 +18,12 @@ def test_an_engine_is_measured_and_simulated(runs: Runs, tmp_path) -> None:
     fidelity = Fidelity(engine, 3, lambda name, number: ended.extend([name] * number))
     for rate in (math.inf, 100.0):  # compiles
         fidelity.serve("before", 4, rate)
-    full = fidelity.calibrate(3)
-    assert full > 0
-    phase = fidelity.serve("compared", 4, full)
+    ((rate, phase),) = fidelity.run([50.0], 4, 3)
     fidelity.read()
 
     # All requests came, in order, and nobody before the time of the trace.
-    assert [len(p.requests) for p in fidelity.calibration] == [3] * 4 and ended.count("compared") == 4
-    assert {r.request_id for r in phase.requests} == {f"compared-{number}" for number in range(4)}
+    assert [len(p.requests) for p in fidelity.calibration] == [3] * 4 and ended.count(phase.name) == 4
+    assert {r.request_id for r in phase.requests} == {f"{phase.name}-{number}" for number in range(4)}
     arrivals = {request.request_id: time for time, request in phase.trace}
     for record in phase.requests:
         assert record.arrival == pytest.approx(arrivals[record.request_id], abs=1e-4)
@@ -34,7 +32,7 @@ def test_an_engine_is_measured_and_simulated(runs: Runs, tmp_path) -> None:
     cost = fidelity.fit()
     assert cost.num_steps == sum(len(p.steps) for p in fidelity.calibration)
     assert cost.token_sizes == (1, 2, 4, 8, 16, 32, 64) and any(cost.token_seconds)
-    rows = fidelity.compare(full, phase, cost)
+    rows = fidelity.compare(rate, phase, cost)
     assert [row["measure"] for row in rows] == list(COMPARED)
     simulated = fidelity.simulate(phase, cost)
     assert simulated["requests"] == 4 and simulated["failed_requests"] == 0
