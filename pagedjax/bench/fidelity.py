@@ -119,6 +119,7 @@ class Fidelity:
             number: of requests at each.
             calibration_number: of requests at each rate of the calibration.
         """
+        self.serve("to warm up", 2, math.inf)
         full = calibration_number / self.calibrate("at once", calibration_number, math.inf).seconds
         rates = [part * full for part in COMPARED_RATES] if rates is None else rates
         found: list[tuple[float, Phase]] = []

@@ -89,9 +89,7 @@ def run(args: argparse.Namespace) -> int:
     if args.host:
         rows, record = _host_rows(args)
     elif args.step_times or args.rates or args.against == "simulator":
-        rows, engine = simulator_rows(args)
-        how = {"workload": {name: getattr(args, name) for name in ("num_requests", "rates")}}
-        record = engine_provenance(engine, how, {"workload": args.seed})
+        rows, record = simulator_rows(args)
     else:
         rows, record = _system_rows(args)
     print(format_table(rows))
