@@ -73,6 +73,18 @@ def test_metrics_and_records_are_those_of_a_simulation(log, capsys):
     assert row["swapped_blocks"] == moved > row["swapped_out_blocks"] > 0
 
 
+def test_metrics_are_those_of_the_latest_run(log, capsys):
+    def metrics(path):
+        main(["replay", str(path), "--metrics", "--json", str(log.parent / "row.json")])
+        (row,) = json.loads((log.parent / "row.json").read_text())
+        return [row[name] for name in ("seconds", "output_tokens_per_s", "mean_batched_requests", "token_states")]
+
+    record(log.parent / "other", 4)
+    both = log.parent / "both"
+    both.write_bytes(log.read_bytes() + (log.parent / "other").read_bytes())
+    assert metrics(both) == metrics(log.parent / "other") != metrics(log)
+
+
 @pytest.mark.parametrize("flag", ["--trace", "--json", "--records"])
 def test_a_file_that_cannot_be_written_is_refused_before_the_work(log, capsys, flag):
     with pytest.raises(SystemExit) as stopped:

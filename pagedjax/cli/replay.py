@@ -29,7 +29,7 @@ def add_command(commands: argparse._SubParsersAction) -> None:
         "--metrics",
         action="store_true",
         help="add what `pagedjax simulate` tells: how memory was used, batched requests, latencies; of several runs in "
-        "one log all together",
+        "one log the latest",
     )
     parser.add_argument(
         "--records",

@@ -40,7 +40,7 @@ class LogRecords:
 
 
 class LogMetrics:
-    """Watches a replay likewise, and adds its records up."""
+    """Watches a replay likewise, and adds up the records of the latest run: every run has a clock of its own."""
 
     def __init__(self) -> None:
         self._summary: Summary | None = None
@@ -48,7 +48,7 @@ class LogMetrics:
 
     def observe(self, event: Event, scheduler: Scheduler) -> None:
         """Takes an event that the scheduler has taken."""
-        if self._summary is None:
+        if event["event"] == "start":
             self._summary = Summary(scheduler.allocator.num_blocks * scheduler.allocator.block_size)
         self._records.observe(event, scheduler)
 

@@ -7,6 +7,9 @@ from typing import NamedTuple
 
 from pagedjax.errors import ConfigError
 
+TOLERANCE = 0.01
+"""How close the ends of a bracket must come, relative to the lower one."""
+
 
 class Probe(NamedTuple):
     """A rate that was tried, in requests a second, and whether requests were served fast enough; None if none came."""
@@ -21,7 +24,6 @@ def find_knee(
     first: float,
     lowest: float,
     highest: float,
-    tolerance: float = 0.01,
     progress: Callable[[Probe], None] | None = None,
 ) -> float:
     """Brackets the knee by doubling or halving, and narrows it down by bisection.
@@ -32,7 +34,6 @@ def find_knee(
         first: rate to begin with, from `lowest` to `highest`.
         lowest: rate below which the search ends.
         highest: rate above which it does.
-        tolerance: how close the bracket's ends must come, relative to the lower one.
         progress: told of every rate tried.
 
     Returns:
@@ -63,7 +64,7 @@ def find_knee(
             high = low
             if low < lowest:
                 raise ConfigError(f"requests are not served fast enough even at {low:g} a second")
-    while high - low > tolerance * low:
+    while high - low > TOLERANCE * low:
         middle = (low + high) / 2
         low, high = (middle, high) if probe(middle) else (low, middle)
     if served < low:

@@ -19,7 +19,7 @@ _TOKEN = 1  # what every step samples
 class Simulator:
     """Runs a trace through a scheduler on a clock of its own.
 
-    The requests must have outputs whose lengths are known beforehand, as those of `workload.make_request` have.
+    The requests must have outputs whose lengths are known beforehand, as those of `workload.RequestMaker` makes have.
 
     Args:
         scheduler: with any allocator and batching.

@@ -46,11 +46,6 @@ class Trace:
     _read: Callable[[int, Problems], Iterator[TraceRow]] = field(repr=False)
     problems: Problems = field(default_factory=Problems)
 
-    @property
-    def has_hashes(self) -> bool:
-        """Whether rows have hashes of their prompts' blocks."""
-        return self.block_tokens > 0
-
     def rows(self, seed: int = 0) -> Iterator[TraceRow]:
         """All rows of a file, in its order, from its start; or drawn from statistics, without end.
 
