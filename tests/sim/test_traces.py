@@ -21,6 +21,7 @@ arrival_s,prompt_tokens,output_tokens
 5.5,3,4
 5.75,10,1
 """
+CUT = gzip.compress(COMPACT.encode(), 0, mtime=0)[:25]  # without the time: every test process must collect the same
 AZURE = """TIMESTAMP,ContextTokens,GeneratedTokens
 2023-11-16 18:15:46.6805900,374,44
 2023-11-16 18:16:50.9951690,396,109
