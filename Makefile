@@ -3,6 +3,7 @@
 #   make demo                                   the bundled model answers several prompts out of one paged pool
 #   make test [MARK=jax_matrix] [ARGS="-k pool"]
 #   make test MARK=aot                          compiles the kernels for GPUs and TPUs that are not here
+#   make reproduce [ARGS="--only memory_waste"]  the paper's experiments on a CPU, and experiments/results/REPORT.md
 #   make lint
 #   make bench [ARGS="--against transformers"]
 #
@@ -25,13 +26,16 @@ TORCH_STAMP := $(VENV)/.torch-$(TORCH)
 TORCH_SPEC := $(shell sed -n 's/^torch = \["\(.*\)"\]$$/\1/p' pyproject.toml)
 PIP := $(VENV)/bin/python -m pip -qq --disable-pip-version-check
 
-.PHONY: demo test lint bench venv clean
+.PHONY: demo test reproduce lint bench venv clean
 
 demo: $(STAMP)
 	@$(VENV)/bin/python -m pagedjax.demo $(ARGS)
 
 test: $(STAMP) $(TORCH_STAMP)
 	@JAX_PLATFORMS=cpu $(VENV)/bin/python -m pytest -n $(JOBS) --dist loadgroup $(if $(MARK),-m $(MARK)) $(ARGS)
+
+reproduce: $(STAMP)
+	@JAX_PLATFORMS=cpu $(VENV)/bin/python -m experiments reproduce $(ARGS)
 
 lint: $(STAMP) $(TORCH_STAMP)
 	@$(VENV)/bin/ruff check --quiet .

@@ -98,7 +98,7 @@ def _given(args: argparse.Namespace, cls: type) -> dict[str, typing.Any]:
 def _add_flags(
     group: argparse._ArgumentGroup, cls: type, defaults: Mapping[str, object], only: Collection[str]
 ) -> None:
-    kinds, texts = typing.get_type_hints(cls), _attribute_texts(cls.__doc__ or "")
+    kinds, texts = typing.get_type_hints(cls), attribute_texts(cls.__doc__ or "")
     for field in fields(cls):
         if field.name not in only:
             continue
@@ -118,7 +118,7 @@ def _shown(default: object) -> str:
     return "none" if default is None or default == () else str(default)
 
 
-def _attribute_texts(doc: str) -> dict[str, str]:
+def attribute_texts(doc: str) -> dict[str, str]:
     """The "Attributes:" section of a Google-style docstring: {name: text on one line}."""
     section = doc.partition("Attributes:")[2]
     entries = re.findall(r"^ {8}(\w+): (.*(?:\n {12}.*)*)", section, flags=re.MULTILINE)

@@ -1,0 +1,228 @@
+"""`python -m experiments`: list, run, reproduce, report, compare."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from dataclasses import MISSING, fields
+from pathlib import Path
+
+from experiments.frame.executors import executor
+from experiments.frame.experiment import (
+    OWN_FOLDER,
+    Experiment,
+    experiment_paths,
+    find_experiment,
+)
+from experiments.frame.lengths import find_data
+from experiments.frame.store import Store, default_store
+from experiments.frame.sweep import Sweep, Tally
+from experiments.frame.tasks import Task
+from experiments.frame.values import keys_of, make_configs, parse_seeds, parse_settings, parse_sweeps
+from pagedjax.cli.flags import add_json_flag, positive_int
+from pagedjax.errors import ConfigError, PagedJaxError
+from pagedjax.provenance import num_cpu_cores
+from pagedjax.tables import format_table, write_json
+
+RESULTS = OWN_FOLDER / "results"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command; 0 if all went well, 1 if something failed or differs, 2 for a wrong argument."""
+    find_data()
+    args = _parser().parse_args(argv)
+    try:
+        return args.command(args)
+    except PagedJaxError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2 if isinstance(error, ConfigError) else 1
+    except KeyboardInterrupt:
+        print("interrupted: what is finished is kept, and the same command goes on", file=sys.stderr)
+        return 130
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(prog="python -m experiments", description="The paper's experiments, and sweeps.")
+    commands = parser.add_subparsers(required=True, metavar="COMMAND")
+
+    command = commands.add_parser("list", help="the experiments, or one with its keys")
+    command.add_argument("name", nargs="?", metavar="NAME")
+    add_json_flag(command)
+    command.set_defaults(command=_list)
+
+    command = commands.add_parser("run", help="run configurations of an experiment", allow_abbrev=False)
+    command.add_argument("name", metavar="NAME")
+    command.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="a key of the configuration")
+    command.add_argument("--sweep", action="append", default=[], metavar="KEY=A,B,C", help="each of several values")
+    command.add_argument("--seeds", metavar="0..4", help="each of several seeds: sweeps the key seed")
+    _add_running(command)
+    command.set_defaults(command=_run)
+
+    command = commands.add_parser(
+        "reproduce", help="run the CPU set of all experiments, and report", allow_abbrev=False
+    )
+    command.add_argument("--only", action="append", metavar="NAME", help="of this experiment; may be given again")
+    _add_running(command)
+    _add_results(command)
+    command.set_defaults(command=_reproduce)
+
+    command = commands.add_parser("report", help="write REPORT.md and its figures from the store")
+    _add_store(command)
+    _add_results(command)
+    command.set_defaults(command=_report)
+
+    command = commands.add_parser("compare", help="what differs between two runs, or two stores; 1 if records do")
+    command.add_argument("first", metavar="RUN", help="a run's folder, experiment/hash or hash; or a whole store")
+    command.add_argument("second", metavar="RUN")
+    _add_store(command)
+    add_json_flag(command)
+    command.set_defaults(command=_compare)
+    return parser
+
+
+def _add_store(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--store",
+        type=Path,
+        metavar="FOLDER",
+        help="of the results (default: PAGEDJAX_STORE, or experiments/results/store)",
+    )
+
+
+def _add_results(command: argparse.ArgumentParser) -> None:
+    command.add_argument(
+        "--results",
+        type=Path,
+        default=RESULTS,
+        metavar="FOLDER",
+        help="where REPORT.md goes (default: experiments/results)",
+    )
+
+
+def _add_running(command: argparse.ArgumentParser) -> None:
+    _add_store(command)
+    command.add_argument(
+        "--jobs",
+        type=positive_int,
+        metavar="N",
+        help="configurations at the same time (default: one a core; with Ray, one a CPU of the cluster)",
+    )
+    command.add_argument(
+        "--executor", choices=("local", "ray"), default="local", help="processes of this machine, or a Ray cluster"
+    )
+    command.add_argument("--address", metavar="ADDRESS", help="of the Ray cluster; without it, one is started here")
+    command.add_argument("--force", action="store_true", help="run also what is finished")
+    command.add_argument("--profile", action="store_true", help="write a trace of jax.profiler into each run's folder")
+
+
+# ---------------------------------------------------------------------- commands
+
+
+def _list(args: argparse.Namespace) -> int:
+    if args.name is None:
+        found = [find_experiment(name) for name in experiment_paths()]
+        rows = [{"experiment": each.name, "runs": len(each.cpu_set), "what": each.title} for each in found]
+    else:
+        rows = _key_rows(find_experiment(args.name))
+    print(format_table(rows))
+    if args.json:
+        write_json(args.json, rows)
+    return 0
+
+
+def _key_rows(experiment: Experiment) -> list[dict[str, object]]:
+    kinds, texts, rows = keys_of(experiment.config_class), experiment.help_texts(), []
+    for field in fields(experiment.config_class):
+        default = field.default if field.default_factory is MISSING else field.default_factory()
+        kind = getattr(kinds[field.name], "__name__", str(kinds[field.name]))
+        rows.append({"key": field.name, "type": kind, "default": default, "what": texts[field.name]})
+    return rows
+
+
+def _run(args: argparse.Namespace) -> int:
+    experiment = find_experiment(args.name)
+    settings = parse_settings(experiment.config_class, args.set)
+    sweeps = parse_sweeps(experiment.config_class, args.sweep)
+    if args.seeds is not None:
+        if "seed" not in keys_of(experiment.config_class):
+            raise ConfigError(f"--seeds: {experiment.name} has no key seed")
+        if "seed" in sweeps:
+            raise ConfigError("seed is both swept and given by --seeds")
+        sweeps["seed"] = parse_seeds(args.seeds)
+    configs = make_configs(experiment.config_class, settings, sweeps)
+    store = _store(args)
+    tally = _run_all(args, store, [(experiment, config) for config in configs])
+    print(f"results: {store.path / experiment.name}")
+    return 1 if tally.failed else 0
+
+
+def _reproduce(args: argparse.Namespace) -> int:
+    names = args.only or list(experiment_paths())
+    found = [find_experiment(name) for name in names]
+    tally = _run_all(args, _store(args), [(each, config) for each in found for config in each.cpu_set])
+    return _write_report(names, args) or (1 if tally.failed else 0)
+
+
+def _report(args: argparse.Namespace) -> int:
+    return _write_report(list(experiment_paths()), args)
+
+
+def _write_report(names: Sequence[str], args: argparse.Namespace) -> int:
+    from experiments.frame.report import write_report
+
+    sections = write_report(names, _store(args), args.results)
+    rows = [
+        {
+            "claim": claim.text,
+            "paper": claim.paper,
+            "ours": claim.figure,
+            "accepted": claim.accepted,
+            "verdict": claim.verdict,
+        }
+        for section in sections
+        for claim in section.claims
+    ]
+    print(format_table(rows))
+    print(f"report: {args.results / 'REPORT.md'}")
+    return 0
+
+
+def _compare(args: argparse.Namespace) -> int:
+    from experiments.frame.compare import compare
+
+    rows = compare(args.first, args.second, _store(args))
+    print(format_table(rows) if rows else "no difference")
+    if args.json:
+        write_json(args.json, rows)
+    return 1 if any(not row["measures time"] for row in rows) else 0
+
+
+# ---------------------------------------------------------------------- running
+
+
+def _store(args: argparse.Namespace) -> Store:
+    return Store(args.store or default_store())
+
+
+def _run_all(args: argparse.Namespace, store: Store, configs: Sequence[tuple[Experiment, object]]) -> Tally:
+    """Runs them: what measures time behind the rest, one at a time."""
+    if args.address and args.executor != "ray":
+        raise ConfigError(f"--address {args.address!r} is of a Ray cluster: it needs --executor ray")
+    jobs = args.jobs or (num_cpu_cores() if args.executor == "local" else None)
+    sweep = Sweep(store, args.force)
+    for timed, number in ((False, jobs), (True, 1)):
+        tasks = [Task.of(each, config, args.profile) for each, config in configs if bool(each.timed) is timed]
+        if tasks:
+            with executor(args.executor, jobs=number, address=args.address) as made:
+                sweep.run(tasks, made)
+    _print_tally(sweep.tally)
+    return sweep.tally
+
+
+def _print_tally(tally: Tally) -> None:
+    found = f", {len(tally.found)} were finished already (--force runs them again)" if tally.found else ""
+    failed = f", {len(tally.failed)} failed" if tally.failed else ""
+    print(f"{len(tally.run)} run{found}{failed}")
+    for task, error in tally.failed:
+        print(f"failed: {task.name}/{task.hash} {task.label}: {error} (its traceback.txt says where)")

@@ -1,0 +1,133 @@
+"""Many configurations run, each once: what is finished stays, what failed is kept and told, and the rest goes on."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from filelock import FileLock, Timeout
+from tqdm import tqdm
+
+from experiments.frame.executors import Executor
+from experiments.frame.store import Store
+from experiments.frame.tasks import Outcome, Task
+
+_POLL_SECONDS = 0.2
+
+
+@dataclass
+class Tally:
+    """What became of the tasks.
+
+    Attributes:
+        run: were run now, and finished.
+        found: were finished already, or by another process meanwhile.
+        failed: have no records; with the error of each.
+    """
+
+    run: list[Task] = field(default_factory=list)
+    found: list[Task] = field(default_factory=list)
+    failed: list[tuple[Task, str]] = field(default_factory=list)
+
+
+class Sweep:
+    """Runs tasks through an executor into a store.
+
+    Args:
+        force: run also what is finished.
+
+    Raises:
+        StoreError: the store cannot be written; all that was finished stays.
+    """
+
+    def __init__(self, store: Store, force: bool = False) -> None:
+        self.tally = Tally()
+        self._store = store
+        self._force = force
+        self._locks: dict[str, FileLock] = {}  # of what runs, by hash
+
+    def run(self, tasks: Sequence[Task], executor: Executor) -> None:
+        """Runs them until all have ended, those that other processes run included."""
+        waiting = deque(tasks)
+        with _Bar(len(tasks)) as bar:
+            try:
+                while waiting or executor.busy:
+                    if waiting and executor.room > 0 and self._start_one(waiting, executor, bar):
+                        continue
+                    if executor.busy:
+                        for task, outcome in executor.wait(_POLL_SECONDS):
+                            self._take(task, outcome, bar)
+                    else:
+                        time.sleep(_POLL_SECONDS)  # others run all that is left
+            finally:
+                for lock in self._locks.values():
+                    lock.release()
+                self._locks.clear()
+
+    def _start_one(self, waiting: deque[Task], executor: Executor, bar: _Bar) -> bool:
+        """Begins the next task that nobody else runs, or finds that it is finished; False if others run them all."""
+        for _ in range(len(waiting)):
+            task = waiting.popleft()
+            lock = self._store.lock(task)
+            try:
+                lock.acquire(timeout=0)
+            except Timeout:
+                waiting.append(task)
+                continue
+            self._store.recover(task)
+            found = self._store.run_of(task)
+            if found is not None and found.is_finished and not self._force:
+                lock.release()
+                self.tally.found.append(task)
+                bar.found()
+            else:
+                self._locks[task.hash] = lock
+                executor.start(task)
+            return True
+        return False
+
+    def _take(self, task: Task, outcome: Outcome, bar: _Bar) -> None:
+        self._store.put(task, outcome)
+        self._locks.pop(task.hash).release()
+        if outcome.failed:
+            self.tally.failed.append((task, outcome.manifest["error"]))
+        else:
+            self.tally.run.append(task)
+        bar.ended(task, outcome)
+
+
+class _Bar:
+    """Progress with the time left: a bar on a terminal, elsewhere a line for each task."""
+
+    def __init__(self, total: int) -> None:
+        self._bar = tqdm(total=total, unit="run", disable=None, leave=False)
+        self._total, self._left, self._run, self._begun = total, total, 0, time.perf_counter()
+
+    def __enter__(self) -> _Bar:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self._bar.close()
+
+    def found(self) -> None:
+        self._left -= 1
+        self._bar.total -= 1
+        self._bar.refresh()
+
+    def ended(self, task: Task, outcome: Outcome) -> None:
+        self._left -= 1
+        self._run += 1
+        self._bar.set_postfix_str(f"{task.name} {task.label}"[:60], refresh=False)
+        self._bar.update()
+        if outcome.failed:
+            tqdm.write(f"failed: {task.name} {task.label}: {outcome.manifest['error']}", file=sys.stderr)
+        if self._bar.disable:
+            left = self._left * (time.perf_counter() - self._begun) / self._run
+            print(
+                f"[{self._total - self._left}/{self._total}] {task.name} {task.label}: "
+                f"{outcome.manifest['wall_s']:.1f} s; about {left / 60:.0f} min left",
+                flush=True,
+            )
