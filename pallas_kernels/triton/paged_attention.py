@@ -51,7 +51,7 @@ class Config:
         check_launch(self.num_warps, self.num_stages)
 
 
-def default_config(q: Array, k: Array) -> Config:
+def default_config(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct) -> Config:
     """For these arrays: as many rows as leave registers to spare, and no more shared memory than there is."""
     width, dtype = padded_width(q.shape[-1]), product_dtype(q, k)
     row_bytes = width * k.dtype.itemsize

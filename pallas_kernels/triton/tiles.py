@@ -31,7 +31,7 @@ LOG2E = math.log2(math.e)
 Ref = Any  # a whole array in the memory of the GPU
 
 
-def product_dtype(q: Array, k: Array) -> Any:
+def product_dtype(q: Array | jax.ShapeDtypeStruct, k: Array | jax.ShapeDtypeStruct) -> Any:
     """What products of these two, and of weights and V, are taken in; quantised numbers fit any."""
     return q.dtype if str(k.dtype) in QUANTIZED else jnp.promote_types(q.dtype, k.dtype)
 
