@@ -48,6 +48,7 @@ RECIPES = {
     "sharegpt-multiturn": Recipe("ShareGPT in several rounds of up to 8,192 tokens", 8192),
     "arxiv": Recipe("arXiv-Summarization of up to 4,096 tokens", 4096),
     "azure-conv": Recipe("the conversations of Azure's trace of 2023"),
+    "translation": Recipe("NTREX's English sentences and their German translations"),
     "mooncake-conv": Recipe("Mooncake's trace of conversations"),
 }
 

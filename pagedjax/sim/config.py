@@ -25,10 +25,13 @@ _RANGES = {
     "n": (1, 1_000_000),
     "beam_width": (0, 1_000_000),
     "shrink_prompts": (1, 1_000_000),
+    "shared_prefix": (0, 1 << 30),
     "seed": (0, 2**32 - 1),  # what numpy's generator takes, which the paper's recipe asks for
 }
 _OPTIONAL_RANGES = {
     "block_size": (1, 1 << 20),
+    "cut_prompts": (1, 1 << 30),
+    "cut_outputs": (1, 1 << 30),
     "num_blocks": (1, MOST_BLOCKS),
     "swap_space": (0, 1 << 50),
     "max_num_seqs": (1, 1_000_000),
@@ -60,6 +63,10 @@ class SimulationConfig:
         seed: of arrivals and lengths.
         n: samples of each request.
         beam_width: beams of each request; 0 is no beam search.
+        cut_prompts: prompts are cut to their last so many tokens; None is whole prompts.
+        cut_outputs: outputs end after so many tokens; None is whole outputs.
+        shared_prefix: tokens, the same for all, that each prompt begins with beside its own; its full blocks are shared
+            with enable_prefix_caching.
         shrink_prompts: makes prompts as many times shorter, and so the blocks of their hashes: 32 makes blocks of 512
             tokens blocks of 16.
         allocator: as in `EngineConfig`.
@@ -74,6 +81,10 @@ class SimulationConfig:
         enable_chunked_prefill: False computes every prompt whole, in one step; None is that.
         enable_prefix_caching: share blocks among prompts that begin alike.
         preemption: as in `EngineConfig`.
+        swap_copy_seconds: of each copy that swapping makes (one a block, layer, and K or V, as in the artifact), beside
+            the link's bandwidth; with a chip.
+        reuse_shared: blocks that several sequences share are read from memory once a step, as where the chip's cache
+            holds them; with a chip.
         overlap: plan a step while the one before it is computed, so that the host's time is hidden; None is False.
     """
 
@@ -91,6 +102,9 @@ class SimulationConfig:
     seed: int = 0
     n: int = 1
     beam_width: int = 0
+    cut_prompts: int | None = None
+    cut_outputs: int | None = None
+    shared_prefix: int = 0
     shrink_prompts: int = 1
     allocator: str = PAGED
     batching: str = "continuous"
@@ -104,6 +118,8 @@ class SimulationConfig:
     enable_chunked_prefill: bool | None = None
     enable_prefix_caching: bool = False
     preemption: str = "auto"
+    swap_copy_seconds: float = 0.0
+    reuse_shared: bool = False
     overlap: bool | None = None
 
     def __post_init__(self) -> None:
@@ -119,12 +135,17 @@ class SimulationConfig:
         for name in ("enable_chunked_prefill", "overlap"):
             require(getattr(self, name) in (None, True, False), name, getattr(self, name), "None, True or False")
         require(self.n == 1 or not self.beam_width, "n", self.n, f"1 with beam_width={self.beam_width}")
+        ok = is_number(self.swap_copy_seconds) and 0 <= self.swap_copy_seconds <= 1
+        require(ok, "swap_copy_seconds", self.swap_copy_seconds, "from 0 to 1 second")
         given = self.cost_model
         require(given is None or isinstance(given, str | Path), "cost_model", given, "None or a path")
         if given is not None:
             object.__setattr__(self, "cost_model", str(given))
         other = self.chip or self.num_chips
         require(given is None or other is None, "cost_model", given, f"None with chip={other}")
+        for name in ("swap_copy_seconds", "reuse_shared"):
+            value = getattr(self, name)
+            require(given is None or not value, name, value, f"{value.__class__(0)} with cost_model={given}")
 
     def _require_integers(self) -> None:
         for name, (least, most) in _RANGES.items():

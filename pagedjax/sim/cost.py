@@ -29,6 +29,10 @@ class Roofline:
         seconds_per_step, seconds_per_seq: of the host. Calibrated with two bars of the paper's Fig. 13, and nothing
             else: by Little's law, 30.42 requests at 2 a second with outputs of 338 tokens mean 45 ms a step, 132.44 at
             30 a second with 58.45 tokens 75.5 ms.
+        seconds_per_swap_copy: of each block, layer, and K or V that is swapped, beside the link's bandwidth: the
+            artifact makes one asynchronous copy for each.
+        reuses_shared: whether a block that several sequences list is read from memory once a step, and for the others
+            comes from the chip's cache, where a layer's shared blocks fit.
         hides_host: whether the host plans while the device works, so that only the longer of both counts.
     """
 
@@ -40,6 +44,8 @@ class Roofline:
     flops_efficiency: float = 0.74
     seconds_per_step: float = 3e-3
     seconds_per_seq: float = 0.33e-3
+    seconds_per_swap_copy: float = 0.0
+    reuses_shared: bool = False
     hides_host: bool = False
 
     def seconds(self, step: StepShape) -> float:
@@ -49,10 +55,12 @@ class Roofline:
         read = weight_bytes / (number * self.weights_efficiency * chip.bandwidth)
         peak = chip.peak_flops["bfloat16"]
         compute = step.num_tokens * model.flops_per_token / (number * self.flops_efficiency * peak)
-        kv_bytes = step.num_context * model.kv_bytes_per_token
+        context = step.num_context - step.num_shared if self.reuses_shared else step.num_context
+        kv_bytes = context * model.kv_bytes_per_token
         attention = kv_bytes / (number * self.kv_efficiency * chip.bandwidth)
         block_bytes = self.block_size * model.kv_bytes_per_token
         swap = step.num_swapped * block_bytes / (number * self.server.host_link)
+        swap += step.num_swapped * 2 * model.num_layers * self.seconds_per_swap_copy
         copy = 2 * step.num_copied * block_bytes / (number * self.kv_efficiency * chip.bandwidth)
         device = max(read, compute) + attention + swap + copy + self._reduce(step)
         host = self.seconds_per_step + self.seconds_per_seq * step.num_seqs

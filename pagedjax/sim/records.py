@@ -22,6 +22,7 @@ class StepShape(NamedTuple):
         num_context: tokens whose K and V are read, summed over the sequences.
         num_swapped: blocks moved to the host or back.
         num_copied: blocks copied on the device.
+        num_shared: of `num_context`, tokens in blocks that another running sequence lists too, each but once.
     """
 
     num_tokens: int
@@ -29,6 +30,7 @@ class StepShape(NamedTuple):
     num_context: int
     num_swapped: int = 0
     num_copied: int = 0
+    num_shared: int = 0
 
 
 class StepRecord(NamedTuple):
@@ -155,6 +157,7 @@ class Recorder:
         if plan.chunks:
             scheduler = self._scheduler
             blocks, running, usage = scheduler.allocator.occupancy(), len(scheduler.roster.running), scheduler.usage()
+            shape = shape._replace(num_shared=(blocks.logical - blocks.physical) * scheduler.allocator.block_size)
             step = _Planned(shape, running, usage, blocks.logical, blocks.physical, self._swapped, fresh)
             self._planned.append(step)
             self._swapped = 0

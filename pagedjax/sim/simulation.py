@@ -93,7 +93,15 @@ class Simulation:
         )
         shrink, tokens = config.shrink_prompts, self.trace.block_tokens
         require(tokens % shrink == 0, "shrink_prompts", shrink, f"a divisor of the {tokens} tokens of a hashed block")
-        self._maker = RequestMaker(config.n, config.beam_width, tokens, shrink)
+        self._maker = RequestMaker(
+            config.n,
+            config.beam_width,
+            tokens,
+            shrink,
+            config.cut_prompts,
+            config.cut_outputs,
+            config.shared_prefix,
+        )
 
     def _resolved(self, name: str, default: Any) -> Any:
         """What was given, else what the measured engine had, else the paper's."""
@@ -104,7 +112,14 @@ class Simulation:
 
     def _cost(self, server: Server | None, measured: MeasuredCost | None) -> CostModel:
         if server is not None:
-            return Roofline(self.model, server, self.cache.block_size, hides_host=self.overlap)
+            return Roofline(
+                self.model,
+                server,
+                self.cache.block_size,
+                seconds_per_swap_copy=self.config.swap_copy_seconds,
+                reuses_shared=self.config.reuse_shared,
+                hides_host=self.overlap,
+            )
         assert measured is not None
         tokens, most = self.scheduler.max_num_batched_tokens, measured.token_sizes[-1]
         allowed = f"at most {most}, of which step times were measured"
@@ -199,11 +214,12 @@ class Simulation:
         self,
         rate: float | None,
         *,
+        until: float | None = None,
         on_step: OnStep | None = None,
         on_request: OnRequest | None = None,
         progress: Progress | None = None,
     ) -> dict[str, object]:
-        """Runs until all requests have ended; a summary, see `metrics.Summary`.
+        """Runs until all requests have ended, or until a time in seconds; a summary, see `metrics.Summary`.
 
         Beside it, `prefix_hit_rate`: of the prompts' tokens that were looked for in the prefix cache, the part found.
         """
@@ -225,7 +241,7 @@ class Simulation:
                 on_request(request)
 
         simulator = self.simulator(self.requests(rate), take_step, take_request)
-        simulator.run()
+        simulator.run(until)
         found = simulator.scheduler.allocator.prefix_stats
         row = {**summary.row(), "prefix_hit_rate": found.hit_tokens / max(1, found.query_tokens)}
         self.notes = [*self._row_notes(), *self._run_notes(row, simulator, failed)]
@@ -280,7 +296,16 @@ class Simulation:
     def holds(self, rate: float, bound: float) -> bool | None:
         """Whether the mean normalized latency at a rate stays within `bound` seconds a token; None if nobody comes.
 
-        A run ends as soon as those who have ended, and the time that the others have spent already, decide it.
+        Raises:
+            ConfigError: a request cannot be served, however long it waits.
+        """
+        latency = self.mean_latency(rate, bound)
+        return None if latency is None else latency <= bound
+
+    def mean_latency(self, rate: float, bound: float) -> float | None:
+        """The mean normalized latency at a rate, in seconds a token; infinity if it is above `bound`, None of nobody.
+
+        A run ends as soon as those who have ended, and the time that the others have spent already, decide that.
 
         Raises:
             ConfigError: a request cannot be served, however long it waits.
@@ -304,8 +329,10 @@ class Simulation:
                 now, unfinished = simulator.now, simulator.recorder.unfinished()
                 spent = sum((now - entry.arrival) / _output_len(entry) for entry in unfinished)
                 if total + spent > allowed:
-                    return False
-        return total <= allowed if trace else None
+                    return math.inf
+        if not trace:
+            return None
+        return total / len(trace) if total <= allowed else math.inf
 
 
 def _output_len(entry: Open) -> int:

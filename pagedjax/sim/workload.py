@@ -16,6 +16,8 @@ from pagedjax.sim.traces.rows import TraceRow
 HIGHEST_RATE = 1_000_000
 """Requests a second."""
 
+_SHARED = -1  # the token of prefixes that all have; the others are smaller, or hashes
+
 HOPELESS = 200_000
 """Rows too long to be served, before the first that is not."""
 
@@ -98,33 +100,48 @@ class RequestMaker:
         beam_width: of a beam search instead; 0 is none.
         block_tokens: tokens that a block hash stands for.
         shrink: prompts are as many times shorter, and so are the blocks of their hashes.
+        cut_prompts: to their last so many tokens; None is not at all.
+        cut_outputs: to so many tokens; None is not at all.
+        shared_prefix: tokens that all prompts begin with, beside their own.
     """
 
     n: int = 1
     beam_width: int = 0
     block_tokens: int = 0
     shrink: int = 1
+    cut_prompts: int | None = None
+    cut_outputs: int | None = None
+    shared_prefix: int = 0
 
     def make(self, number: int, row: TraceRow, time: float) -> Request:
         """The request of a row that comes as number so many."""
-        params, beam = SamplingParams(n=self.n, max_tokens=row.output_len, ignore_eos=True), None
+        output_len = self.output_len(row)
+        params, beam = SamplingParams(n=self.n, max_tokens=output_len, ignore_eos=True), None
         if self.beam_width:
-            beam = BeamSearchParams(beam_width=self.beam_width, max_tokens=row.output_len, ignore_eos=True)
+            beam = BeamSearchParams(beam_width=self.beam_width, max_tokens=output_len, ignore_eos=True)
         prompt = self._prompt(number, row)
-        max_len = len(prompt) + row.output_len
+        max_len = len(prompt) + output_len
         return Request(str(number), number, prompt, params, 0, frozenset(), max_len, time, beam=beam)
 
     def prompt_len(self, row: TraceRow) -> int:
-        """Tokens of a row's prompt."""
-        return -(-row.prompt_len // self.shrink)
+        """Tokens of a row's prompt, the shared ones included."""
+        return self.shared_prefix + self._own_len(row)
+
+    def output_len(self, row: TraceRow) -> int:
+        """Tokens of a row's output."""
+        return min(row.output_len, self.cut_outputs or row.output_len)
+
+    def _own_len(self, row: TraceRow) -> int:
+        return min(-(-row.prompt_len // self.shrink), self.cut_prompts or row.prompt_len)
 
     def _prompt(self, number: int, row: TraceRow) -> tuple[int, ...]:
         """Of every block the hash, as often as it has tokens; of what has no hash a number that nobody else has."""
-        length = self.prompt_len(row)
+        length, shared = self._own_len(row), (_SHARED,) * self.shared_prefix
         if not row.block_hashes:
-            return (-2 - number,) * length
+            return (*shared, *(-2 - number,) * length)
         size = self.block_tokens // self.shrink
-        return tuple([token for token in row.block_hashes for _ in range(size)][:length])
+        whole = [token for token in row.block_hashes for _ in range(size)][: -(-row.prompt_len // self.shrink)]
+        return (*shared, *whole[len(whole) - length :])
 
 
 def keep_servable(
@@ -137,7 +154,7 @@ def keep_servable(
     """
     kept = False
     for number, row in enumerate(rows):
-        if maker.prompt_len(row) + row.output_len <= max_len:
+        if maker.prompt_len(row) + maker.output_len(row) <= max_len:
             kept = True
             yield row
         else:

@@ -99,17 +99,66 @@ def test_the_prefix_hit_rate_is_of_the_prompts_tokens(tmp_path):
         Simulation(SimulationConfig(**config, shrink_prompts=3))
 
 
+def test_prompts_and_outputs_are_cut_and_begin_alike(file):
+    lengths, _ = come(workload=file, cut_prompts=100, cut_outputs=50, shared_prefix=21, arrivals="constant")
+    assert {p for p, _ in lengths} <= {21 + min(p, 100) for p, _ in LENGTHS} and max(lengths)[0] == 121
+    assert max(o for _, o in lengths) == 50
+    rates = {}
+    for prefix in (0, 21):
+        config = SimulationConfig(duration=20.0, workload=file, shared_prefix=prefix, enable_prefix_caching=True)
+        rates[prefix] = Simulation(config).run(4.0)["prefix_hit_rate"]
+    assert rates[0] == 0 and 0.05 < rates[21] < 16 / 31  # one full block of the 21 tokens
+
+
+def test_the_last_tokens_of_a_prompt_stay_where_it_is_cut(tmp_path):
+    path = tmp_path / "trace.jsonl"
+    path.write_text('{"timestamp": 0, "input_length": 1000, "output_length": 1, "hash_ids": [5, 6]}\n')
+    config = SimulationConfig(workload=str(path), arrivals="trace", cut_prompts=500, cut_outputs=9)
+    (timed,) = Simulation(config).requests(None)
+    assert timed.request.prompt_token_ids == (5,) * 12 + (6,) * 488 and timed.request.params.max_tokens == 1
+
+
+def test_a_run_can_end_before_its_requests_have():
+    simulation = Simulation(SimulationConfig(duration=60.0, warmup=20.0))
+    whole, part = simulation.run(4.0), simulation.run(4.0, until=60.0)
+    assert whole["seconds"] > 70 > 61 > part["seconds"] >= 60 and part["requests"] < whole["requests"]
+    for name in ("token_states", "mean_batched_requests"):  # of the time that both have
+        assert part[name] == pytest.approx(whole[name], rel=0.01)
+
+
+def test_shared_blocks_are_read_once_where_the_cache_holds_them():
+    def run(**more):
+        config = SimulationConfig(duration=30.0, workload="alpaca", model="llama-13b", **more)
+        return Simulation(config).run(20.0)["seconds"]
+
+    shared = {"shared_prefix": 320, "enable_prefix_caching": True}
+    assert run(**shared, reuse_shared=True) < run(**shared) < run(shared_prefix=320)
+    assert run(reuse_shared=True) == run()
+
+
 def test_a_rate_holds_if_the_mean_is_within_the_bound():
     simulation = Simulation(SimulationConfig(duration=60.0))
     for rate in (0.5, 4.0):
         mean = simulation.run(rate)["normalized_latency_s"]
         assert simulation.holds(rate, 1.001 * mean) and not simulation.holds(rate, 0.999 * mean)
+        assert simulation.mean_latency(rate, 1.001 * mean) == pytest.approx(mean)
+        assert simulation.mean_latency(rate, 0.999 * mean) == float("inf")
     assert Simulation(SimulationConfig(duration=0.01)).holds(0.001, 1.0) is None
 
 
 @pytest.mark.parametrize(
     ("field", "value"),
-    [("block_size", "x"), ("cost_model", 3), ("overlap", 2), ("rate", "4"), ("duration", True), ("warmup", -1.0)],
+    [
+        ("block_size", "x"),
+        ("cost_model", 3),
+        ("overlap", 2),
+        ("rate", "4"),
+        ("duration", True),
+        ("warmup", -1.0),
+        ("cut_prompts", 0),
+        ("shared_prefix", -1),
+        ("swap_copy_seconds", -1e-6),
+    ],
 )
 def test_a_wrong_value_is_named(field, value):
     with pytest.raises(ConfigError, match=f"^{field}=.* is not allowed: {field} must be "):

@@ -92,7 +92,7 @@ def test_nothing_is_drawn_beyond_the_limit_but_each_cell_keeps_its_share():
 def test_shipped_statistics_say_where_they_come_from_and_add_up(name):
     statistics, text = load_statistics(name), (SHIPPED / f"{name}.json").read_text()
     source = statistics.provenance
-    assert source["file"] == FILES[name][0] and source["filter"] and source["rows"] == statistics.num_rows > 10_000
+    assert source["file"] == FILES[name][0] and source["filter"] and source["rows"] == statistics.num_rows > 1000
     assert {"dataset", "source", "licence"} <= source["notes of the file"].keys()
     assert len(text) < 40_000
     for axis, counts in ((statistics.prompts, "prompt_counts"), (statistics.outputs, "output_counts")):

@@ -92,6 +92,8 @@ def words(tmp_path_factory) -> str:
     return str(folder)
 
 
+# Quotation marks in its texts are marks, of which there may be an odd number.
+PARALLEL = '# dataset: sentences\nenglish\tgerman\tenglish_tokens\tgerman_tokens\n"a, b\tc\t13\t29\nd\t"e\t5\t7\n'
 HASHED = [TraceRow(513, 52, 0.0, (46, 47)), TraceRow(512, 3, 0.25, (46,))]
 
 
@@ -103,10 +105,11 @@ HASHED = [TraceRow(513, 52, 0.0, (46, 47)), TraceRow(512, 3, 0.25, (46,))]
         ("prompt_tokens_est,output_tokens\n3,4\n", [TraceRow(3, 4)], "format compact"),
         (VIDUR, [TraceRow(12, 5, 0.0), TraceRow(7, 6, 0.75)], "format vidur"),
         ("x,num_decode_tokens,num_prefill_tokens\r\n,5,12\r\n", [TraceRow(12, 5)], "format vidur"),
+        (PARALLEL, [TraceRow(13, 29), TraceRow(5, 7)], "sentences"),
         (lines(MOONCAKE), HASHED, "format mooncake"),
         (npz(), HASHED, "packed"),
     ],
-    ids=["compact", "compact-est", "vidur", "vidur-untimed", "mooncake", "mooncake-npz"],
+    ids=["compact", "compact-est", "vidur", "vidur-untimed", "parallel", "mooncake", "mooncake-npz"],
 )
 def test_rows_are_what_the_file_says(write, content, rows, details, compressed):
     content = content.encode() if isinstance(content, str) else content
@@ -242,6 +245,7 @@ COLUMNS = {
     "mooncake": "timestamp or timestamp_ms, input_length, output_length, hash_ids",
     "sharegpt": "conversations",
     "alpaca": "instruction, output",
+    "parallel": "english_tokens or source_tokens, german_tokens or target_tokens",
 }
 
 

@@ -15,6 +15,7 @@ FILES: dict[str, tuple[str, ...]] = {
         "arxiv_summarization_stats_llama2_tokenizer_filtered_v2.csv",
     ),
     "azure-conv": ("azure2023_conv_trace.csv.gz", "AzureLLMInferenceTrace_conv.csv"),
+    "translation": ("translation_en_de_ntrex.tsv.gz",),
     "mooncake-conv": ("mooncake_conversation_trace.npz", "conversation_trace.jsonl"),
 }
 """The compact file of each workload, and the public one that it was made of, where one of these formats has it."""

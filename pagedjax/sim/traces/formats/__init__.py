@@ -8,12 +8,14 @@ from pathlib import Path
 from pagedjax.config import require
 from pagedjax.errors import ConfigError
 from pagedjax.scalars import shown
-from pagedjax.sim.traces.formats import alpaca, azure, compact, mooncake, sharegpt, vidur
+from pagedjax.sim.traces.formats import alpaca, azure, compact, mooncake, parallel, sharegpt, vidur
 from pagedjax.sim.traces.formats.format import Format
 from pagedjax.sim.traces.formats.head import Head, read_head
 from pagedjax.sim.traces.rows import Problems, TraceRow
 
-_FORMATS = {module.FORMAT.name: module.FORMAT for module in (compact, azure, vidur, mooncake, sharegpt, alpaca)}
+_FORMATS = {
+    module.FORMAT.name: module.FORMAT for module in (compact, azure, vidur, mooncake, sharegpt, alpaca, parallel)
+}
 
 
 def format_names() -> tuple[str, ...]:

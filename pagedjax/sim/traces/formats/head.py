@@ -64,5 +64,5 @@ def _json_head(path: Path, problems: Problems) -> Head:
 
 
 def _csv_head(path: Path, problems: Problems) -> Head:
-    notes, columns = read_top(first_lines(path, problems))
-    return Head("csv", tuple(columns), notes)
+    top = read_top(first_lines(path, problems))
+    return Head("csv", tuple(top.columns), top.notes)
