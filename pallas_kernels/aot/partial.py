@@ -153,13 +153,15 @@ def _while(walk: Walk, eqn: Any, values: list[Any]) -> list[Any]:
 
 
 def _scan(walk: Walk, eqn: Any, values: list[Any]) -> list[Any]:
-    params = eqn.params
-    split = params["num_consts"]
-    fixed, state = values[:split], values[split:]
-    if len(state) != params["num_carry"] or len(eqn.outvars) != params["num_carry"]:
+    body = eqn.params["jaxpr"]
+    given, taken = ([getattr(atom.aval, "shape", ()) for atom in atoms] for atoms in (eqn.invars, body.jaxpr.invars))
+    made, left = ([atom.aval.shape for atom in atoms] for atoms in (eqn.outvars, body.jaxpr.outvars))
+    if given != taken or made != left:  # slices go in, or come out
         raise Uncountable("a loop over an array")
-    for _ in range(params["length"]):
-        state = walk.closed(params["jaxpr"], [*fixed, *state])
+    split = len(values) - len(made)
+    fixed, state = values[:split], values[split:]
+    for _ in range(eqn.params["length"]):
+        state = walk.closed(body, [*fixed, *state])
     return state
 
 

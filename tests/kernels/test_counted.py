@@ -18,6 +18,7 @@ from pallas_kernels.aot.counted import Launch, Uncountable, count
 from pallas_kernels.aot.partial import UNKNOWN, Walk
 from pallas_kernels.dispatch import kernel
 
+pytestmark = pytest.mark.jax_matrix
 tiles = pytest.importorskip("pallas_kernels.triton.tiles")
 plgpu = tiles.plgpu
 
@@ -209,6 +210,11 @@ def test_loads_in_loops_and_branches_count_as_often_as_they_run():
     (launch,) = count(call, _shape(64, dtype="float32"), np.array([4, 3, 0], np.int32))
     # 0 + 1 + 2 + 3 lanes and 1 + 2 lanes; two elements in each of 4 and 2 rounds.
     assert _traffic(launch) == [(6 + 3 + 2 * 6, 0), (3, 0), (0, 1)]
+
+
+def test_a_loop_over_an_array_is_refused():
+    with pytest.raises(Uncountable, match="over an array"):
+        count(lambda x: lax.scan(lambda total, row: (total + row, total), 0, x), np.arange(4))
 
 
 def test_whole_numbers_are_those_of_jax():
