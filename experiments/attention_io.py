@@ -31,22 +31,23 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import pandas as pd
 from jax import lax
-from matplotlib.figure import Figure
 
 from experiments.frame import Claim, require_choice
-from experiments.frame.plots import CYCLE, label_line, new_figure
 from pagedjax.config import require
 from pagedjax.scalars import is_int
 from pallas_kernels import standard_attention
 from pallas_kernels.aot.counted import count
 from pallas_kernels.constants import FLOATS, TILE
 from pallas_kernels.dispatch import PALLAS, kernel, load
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
 
 TOLERANCE = 0.02
 
@@ -232,6 +233,8 @@ _LINES = {
 
 def plot(records: pd.DataFrame) -> Figure:
     """Elements over T, at d = 128 and without a mask: formulas as lines, what programs move as dots."""
+    from experiments.frame.plots import CYCLE, label_line, new_figure
+
     figure, (axes,) = new_figure(height=2.4)
     some = records[(records.head_dim == 128) & ~records.causal & (records.dtype == "bfloat16")]
     some = some[some.seq_len.map(int.bit_count) == 1].sort_values("seq_len")

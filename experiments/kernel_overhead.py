@@ -28,18 +28,14 @@ import functools
 import statistics
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-import pandas as pd
 from jaxtyping import Array
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from experiments.frame import Claim, require_choice
-from experiments.frame.plots import CYCLE, new_figure
 from pagedjax.config import EngineConfig, ModelConfig, require
 from pagedjax.engine import Engine
 from pagedjax.models.llama import init_params
@@ -50,6 +46,11 @@ from pallas_kernels import flash_attention, paged_attention, paged_decode
 from pallas_kernels.bench.timing import alternate, seconds_per_call
 from pallas_kernels.constants import FLOATS
 from pallas_kernels.dispatch import choose
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 TIMED = (
     "paged_us",
@@ -302,6 +303,8 @@ def _attention_of(engine: Engine) -> Callable[[np.ndarray, np.ndarray], Array]:
 
 def plot(records: pd.DataFrame) -> Figure:
     """Time over that of the contiguous kernel, and attention's share in a step."""
+    from experiments.frame.plots import CYCLE, new_figure
+
     kernels, steps = (records[records.part == part] for part in PARTS)
     figure, (left, right) = new_figure(columns=2)
     _bars(left, kernels, {"ratio": "strewn blocks", "identity_ratio": "blocks in order"})
@@ -320,6 +323,8 @@ def plot(records: pd.DataFrame) -> Figure:
 
 def _bars(axes: Axes, records: pd.DataFrame, columns: dict[str, str]) -> None:
     """Of each problem, a bar for each column."""
+    from experiments.frame.plots import CYCLE
+
     rows = records.sort_values(["batch", "context"]) if len(records) else records
     places, width = np.arange(len(rows)), 0.8 / len(columns)
     for number, ((column, name), colour) in enumerate(zip(columns.items(), CYCLE, strict=False)):

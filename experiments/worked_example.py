@@ -19,22 +19,23 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax.numpy as jnp
 import numpy as np
-import pandas as pd
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
 from experiments.frame import Claim
-from experiments.frame.plots import CYCLE, new_figure
 from pagedjax.baselines import make_allocator
 from pagedjax.config import CacheConfig, require
 from pagedjax.host.allocator import PagedAllocator
 from pagedjax.request import Request, SamplingParams, Sequence
 from pagedjax.scalars import is_int
 from pallas_kernels import paged_decode
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
 
 Rows = np.ndarray
 BACKENDS = ("reference", "xla")
@@ -301,6 +302,8 @@ def _state(
 
 def plot(records: pd.DataFrame) -> Figure:
     """The weights of the tokens by block, and the blocks through the four steps."""
+    from experiments.frame.plots import CYCLE, new_figure
+
     figure, (left, right) = new_figure(columns=2)
     tokens = records[records.part == "token"]
     for token, block, weight, other in zip(tokens.token, tokens.block, tokens.weight, tokens.seed_weight, strict=True):
@@ -313,6 +316,8 @@ def plot(records: pd.DataFrame) -> Figure:
 
 def _draw_states(axes: Axes, steps: pd.DataFrame) -> None:
     """Filled slots, block upon block."""
+    from experiments.frame.plots import CYCLE
+
     names = []
     for place, (event, tokens, filled) in enumerate(zip(steps.event, steps.tokens, steps.filled, strict=True)):
         bottom = 0
