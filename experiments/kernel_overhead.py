@@ -18,8 +18,8 @@ its attention: `paged_attention` for all layers, each with a pool of its own, ov
 What paging costs end to end follows from the share and from the kernel's ratio in the same batch.
 
 Kernels are chosen as everywhere (backend "auto"): Pallas ones on GPUs and TPUs. On a CPU there are none, and XLA's code
-for both ways says nothing of a kernel (the paged one reads whole tiles of 128 tokens, which makes the short contexts
-slow): the figure is shown, and the verdict needs an accelerator.
+says nothing of a kernel (the paged one first copies the blocks of a whole tile of 128 tokens together): the figure is
+shown, and the verdict needs an accelerator.
 """
 
 from __future__ import annotations
