@@ -16,15 +16,23 @@ COLUMN_WIDTH = 3.35
 
 # Okabe and Ito's colours, which colour-blind people tell apart, and which stand out from white and from black.
 COLOURS = {
-    "vLLM": "#0072B2",
-    "Orca (Oracle)": "#009E73",
-    "Orca (Pow2)": "#E69F00",
-    "Orca (Max)": "#D55E00",
-    "FasterTransformer": "#CC79A7",
+    "vllm": "#0072B2",
+    "orca-oracle": "#009E73",
+    "orca-pow2": "#E69F00",
+    "orca-max": "#D55E00",
+    "ft": "#CC79A7",
     "paper": "#7F7F7F",
 }
+NAMES = {
+    "vllm": "vLLM",
+    "orca-oracle": "Orca (Oracle)",
+    "orca-pow2": "Orca (Pow2)",
+    "orca-max": "Orca (Max)",
+    "ft": "FasterTransformer",
+    "paper": "paper",
+}
+MARKERS = {"vllm": "o", "orca-oracle": "s", "orca-pow2": "^", "orca-max": "v", "ft": "D"}
 CYCLE = ("#0072B2", "#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#7F7F7F")
-MARKERS = {"vLLM": "o", "Orca (Oracle)": "s", "Orca (Pow2)": "^", "Orca (Max)": "v", "FasterTransformer": "D"}
 
 _STYLE: dict[Any, Any] = {
     "font.size": 8,

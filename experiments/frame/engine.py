@@ -1,0 +1,143 @@
+"""Runs of the real engine with SmolLM2, at the scale of a laptop: requests with the lengths of a workload, scaled down.
+
+All requests come at once and outputs have the lengths that the workload gives them, so that what is planned, and the
+tokens, are the same each time; only what begins with `measured_` measures time.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import tempfile
+import time
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from experiments.frame.lengths import lengths
+from pagedjax import LLM, BeamSearchParams, EngineConfig, SamplingParams
+from pagedjax.bench.workload import token_range
+from pagedjax.engine import Engine
+from pagedjax.errors import ConfigError
+from pagedjax.replay import replay
+from pagedjax.sim.from_log import LogMetrics
+from pagedjax.sim.traces import open_trace
+
+MODEL = "smollm2-135m"
+
+_KEPT = (
+    "token_states",
+    "reserved",
+    "internal_fragmentation",
+    "external_fragmentation",
+    "free",
+    "mean_batched_requests",
+    "requests",
+    "failed_requests",
+    "preemptions",
+    "swapped_blocks",
+    "sharing_saving",
+)
+TIMED = ("measured_s", "measured_tokens_per_s", "measured_first_token_s", "measured_between_tokens_s")
+"""The columns of `serve` that measure time."""
+
+Prompt = dict[str, list[int]]
+
+
+def scaled_requests(
+    workload: str, lengths_from: str, number: int, shrink: int, seed: int, longest: int, vocab_size: int
+) -> tuple[list[tuple[Prompt, int]], bool]:
+    """Prompts of random tokens and numbers of tokens to put out, and whether their lengths are statistics.
+
+    Args:
+        shrink: prompts and outputs of the workload are as many times shorter.
+        longest: tokens of prompt and output together; longer rows are left out.
+    """
+    rng, (low, high) = np.random.default_rng(seed), token_range(vocab_size)
+    with lengths(lengths_from):
+        trace = open_trace(workload)
+        scaled = ((-(-row.prompt_len // shrink), -(-row.output_len // shrink)) for row in trace.rows(seed))
+        chosen = list(islice((pair for pair in scaled if sum(pair) <= longest), number))
+    requests = [({"prompt_token_ids": rng.integers(low, high, prompt).tolist()}, output) for prompt, output in chosen]
+    return requests, trace.is_statistics
+
+
+def serve(
+    *,
+    workload: str,
+    lengths_from: str,
+    num_requests: int,
+    shrink: int,
+    seed: int = 0,
+    n: int = 1,
+    beam_width: int = 0,
+    longest: int = 256,
+    shared_prefix: int = 0,
+    **engine_fields: Any,
+) -> dict[str, Any]:
+    """One record of requests served together: memory, batches, a hash of all tokens, and times that were measured.
+
+    Args:
+        workload, lengths_from, num_requests, shrink, longest: see `scaled_requests`.
+        n, beam_width: samples of each request, or beams.
+        shared_prefix: tokens that all prompts begin with beside their own.
+        engine_fields: of `EngineConfig`.
+    """
+    shape = {
+        "num_blocks": 96,
+        "max_num_seqs": 8,
+        "max_num_batched_tokens": 64,
+        "max_model_len": longest + shared_prefix,
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        log = str(Path(folder) / "run.log")
+        llm = LLM(MODEL, EngineConfig(event_log=log, seed=seed, **{**shape, **engine_fields}))
+        engine = llm.engine
+        vocab_size = engine.model_config.vocab_size
+        requests, are_statistics = scaled_requests(
+            workload, lengths_from, num_requests, shrink, seed, longest, vocab_size
+        )
+        prefix = np.random.default_rng(seed + 1).integers(*token_range(vocab_size), shared_prefix).tolist()
+        requests = [({"prompt_token_ids": prefix + p["prompt_token_ids"]}, tokens) for p, tokens in requests]
+        outputs, seconds = _run(engine, requests, n, beam_width)
+        metrics = LogMetrics()
+        replay(log, observer=metrics.observe)
+        row = metrics.row()
+        stats = engine.stats()
+    tokens = [sample.token_ids for output in outputs for sample in output.outputs]
+    return {
+        **{name: row[name] for name in _KEPT},
+        "prefix_hit_rate": stats.prefix_hit_tokens / max(1, stats.prefix_query_tokens),
+        "output_tokens": sum(map(len, tokens)),
+        "tokens_sha256": hashlib.sha256(repr(tokens).encode()).hexdigest(),
+        "measured_s": seconds,
+        "measured_tokens_per_s": sum(map(len, tokens)) / seconds,
+        "measured_first_token_s": row["time_to_first_token_s"],
+        "measured_between_tokens_s": row["time_between_tokens_s"],
+        "lengths_are_statistics": are_statistics,
+        "note": f"engine: {MODEL}, {num_requests} requests at once, lengths of {workload} divided by {shrink}",
+    }
+
+
+def _run(engine: Engine, requests: list[tuple[Prompt, int]], n: int, beam_width: int) -> tuple[list[Any], float]:
+    """Final outputs in the order of the requests, and seconds without the compilation of programs."""
+    ids = []
+    for prompt, tokens in requests:
+        if beam_width:
+            params: Any = BeamSearchParams(beam_width=beam_width, max_tokens=tokens, ignore_eos=True)
+        else:
+            temperature = 1.0 if n > 1 else 0.0
+            params = SamplingParams(n=n, max_tokens=tokens, temperature=temperature, ignore_eos=True)
+        ids.append(engine.add_request(prompt, params))
+    final: dict[str, Any] = {}
+    before, begun = engine.stats().compile_seconds, time.perf_counter()
+    while engine.has_unfinished():
+        for output in engine.step():
+            if output.finished:
+                final[output.request_id] = output
+    seconds = time.perf_counter() - begun - (engine.stats().compile_seconds - before)
+    failed = [output for output in final.values() if any(one.finish_reason == "error" for one in output.outputs)]
+    if failed:
+        raise ConfigError(f"a request failed: {failed[0].outputs[0].stop_reason}")
+    return [final[name] for name in ids], seconds

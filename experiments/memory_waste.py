@@ -1,0 +1,179 @@
+"""Where the memory for the KV cache goes (Fig. 1 left, Fig. 2), and what there is of it (Table 1, Fig. 11).
+
+Fig. 2's recipe is the artifact's: OPT-13B on an A100 with 40 GB, ShareGPT at 4 requests a second for 900 s, which is more
+than any of the systems can serve; the pool is looked at in each step from 300 to 900 s. 100 % are all slots of the pool.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any
+
+from experiments.frame import Claim
+from experiments.frame.frames import figure_of
+from experiments.frame.lengths import default_lengths, lengths_used
+from experiments.frame.systems import simulation, summary
+from pagedjax.sim.hardware import find_model, make_server
+
+if TYPE_CHECKING:
+    import pandas as pd
+    from matplotlib.figure import Figure
+
+PAPER = {  # token states, reserved, internal, external and others: % of all slots
+    "orca-max": (20.4, 13.3, 57.3, 8.9),
+    "orca-pow2": (26.8, 17.9, 13.6, 41.6),
+    "orca-oracle": (38.2, 25.2, 0.0, 36.6),
+    "vllm": (96.3, None, None, None),
+}
+PARTS = ("token states", "reserved", "internal fragmentation", "external fragmentation and free")
+COLUMNS = ("token_states", "reserved", "internal_fragmentation", "others")
+SLOTS = {"opt-13b": 15_700, "opt-66b": 9_700, "opt-175b": 60_100}
+
+
+@dataclass(frozen=True, slots=True)
+class Config:
+    """A system, overloaded.
+
+    Attributes:
+        system: "vllm", "orca-oracle", "orca-pow2", "orca-max" or "ft".
+        model: of the simulator's.
+        workload: one of the simulator's, or a file.
+        rate: requests a second.
+        duration: seconds in which they come; memory is averaged over the last two thirds.
+        num_blocks: of the pool; None is what the chips have room for.
+        seed: of arrivals and lengths.
+        lengths: "real" (of the folder PAGEDJAX_DATA) or "statistics" (which pagedjax ships).
+    """
+
+    system: str = "vllm"
+    model: str = "opt-13b"
+    workload: str = "sharegpt"
+    rate: float = 4.0
+    duration: float = 900.0
+    num_blocks: int | None = None
+    seed: int = 0
+    lengths: str = field(default_factory=default_lengths)
+
+
+CPU_SET = [
+    *(Config(system=system) for system in PAPER),
+    Config(num_blocks=998),
+    *(Config(model=model, rate=1.0, duration=60.0) for model in ("opt-66b", "opt-175b")),
+]
+
+
+def run(config: Config) -> Iterable[dict[str, Any]]:
+    """One record: the pool's slots by what they hold, and what the server has room for."""
+    model = find_model(config.model)
+    server = make_server(model)
+    fields = {"model": config.model, "workload": config.workload, "duration": config.duration, "seed": config.seed}
+    with simulation(config.system, lengths_from=config.lengths, num_blocks=config.num_blocks, **fields) as made:
+        requests = [timed.request for timed in made.requests(config.rate)]
+        row = summary(made, config.rate, until=config.duration)
+    yield {
+        **row,
+        "others": row["external_fragmentation"] + row["free"],
+        "slots": server.num_blocks(model, 16) * 16,
+        "kv_bytes_per_token": model.kv_bytes_per_token,
+        "weights_part": model.weight_bytes / (server.num_chips * server.chip.memory_bytes),
+        "kv_part": server.kv_bytes / (server.num_chips * server.chip.memory_bytes),
+        "mean_prompt_len": sum(len(request.prompt_token_ids) for request in requests) / max(1, len(requests)),
+        "mean_output_len": sum(request.params.max_tokens for request in requests) / max(1, len(requests)),
+    }
+
+
+def plot(records: pd.DataFrame) -> Figure:
+    """Fig. 2: a bar a system, the paper's figures beside ours."""
+    from experiments.frame.plots import CYCLE, NAMES, new_figure
+
+    figure, (axes,) = new_figure(1, height=2.6)
+    shown = records[(records["model"] == "opt-13b") & records["num_blocks"].isna()]
+    ordered = [system for system in reversed(PAPER) if system in set(shown["system"])]
+    names: list[str] = []
+    for system in ordered:
+        row = shown[shown["system"] == system].iloc[0]
+        _stack(axes, len(names), [100 * float(row[column]) for column in COLUMNS])
+        names.append(NAMES[system])
+        _stack(axes, len(names), [part or 0.0 for part in PAPER[system]], alpha=0.45)
+        names.append("paper")
+    axes.set(yticks=range(len(names)), yticklabels=names, xlabel="slots of the KV cache (%)", xlim=(0, 100))
+    axes.tick_params(axis="y", length=0)
+    for at, (part, colour) in enumerate(zip(PARTS, CYCLE, strict=False)):
+        axes.text(
+            0.5 * (at % 2), 1.12 - 0.07 * (at // 2), f"■ {part}", color=colour, transform=axes.transAxes, fontsize=7
+        )
+    return figure
+
+
+def _stack(axes: Any, at: int, parts: list[float], alpha: float = 1.0) -> None:
+    from experiments.frame.plots import CYCLE
+
+    left = 0.0
+    for part, colour in zip(parts, CYCLE, strict=False):
+        axes.barh(at, part, left=left, color=colour, height=0.8, alpha=alpha)
+        if part >= 6:
+            axes.text(left + part / 2, at, f"{part:.1f}", ha="center", va="center", fontsize=6.5, color="white")
+        left += part
+
+
+def claims(records: pd.DataFrame) -> list[Claim]:
+    """Fig. 2 cell by cell within two points, Table 1 within 2 %, Fig. 11's means within 0.5 %."""
+    own = records[records["num_blocks"].isna() & (records["seed"] == 0) & (records["rate"] == 4.0)]
+    found = _fig_2(own) + _table_1(records)
+    known = {"how": "the first rows of the trace, as the artifact takes them", "lengths": lengths_used(own)}
+    vllm = own[own["system"] == "vllm"]
+    for column, paper in (("mean_prompt_len", 161.31), ("mean_output_len", 337.99)):
+        name = column.removeprefix("mean_").removesuffix("_len")
+        ours = figure_of(vllm, column)
+        bounds = (0.95 * paper, 1.05 * paper)
+        text = f"mean {name} of the {900 * 4} ShareGPT requests or so that come in 900 s, within 5 %"
+        found.append(Claim(text, "Fig. 11", ours, *bounds, paper=f"{paper} (all)", unit="tokens", **known))
+    ours, more = figure_of(vllm, "token_states"), figure_of(records, "token_states", num_blocks=998)
+    off = abs(more - ours) if ours is not None and more is not None else None
+    text = "change of vLLM's token states with 998 blocks in place of Table 1's"
+    found.append(Claim(text, "Fig. 2", off, 0, 0.015, unit="%", how="simulator", lengths=lengths_used(own)))
+    return found
+
+
+def _fig_2(own: pd.DataFrame) -> list[Claim]:
+    known = {"how": "simulator", "unit": "%", "lengths": lengths_used(own)}
+    found = []
+    for system, cells in PAPER.items():
+        for part, column, paper in zip(PARTS, COLUMNS, cells, strict=True):
+            if paper is None:
+                continue
+            ours = figure_of(own, column, system=system)
+            low, high = (0.955, 0.97) if system == "vllm" else (max(0.0, paper / 100 - 0.02), paper / 100 + 0.02)
+            seed = {"vllm": "96.3 %", "orca-max": "20.4 %"}.get(system) if column == "token_states" else None
+            text = f"{part}, {system}"
+            found.append(Claim(text, "Fig. 2", ours, low, high, paper=f"{paper} %", seed=seed, **known))
+    for system, paper in (("orca-max", 0.796), ("orca-oracle", 0.618)):
+        states = figure_of(own, "token_states", system=system)
+        seed = "80 % before paging" if system == "orca-max" else None
+        ours = None if states is None else 1 - states
+        text = f"slots that hold no token, {system}"
+        found.append(
+            Claim(text, "Fig. 2", ours, paper - 0.02, paper + 0.02, paper=f"{100 * paper:g} %", seed=seed, **known)
+        )
+    return found
+
+
+def _table_1(records: pd.DataFrame) -> list[Claim]:
+    found = []
+    for model, slots in SLOTS.items():
+        rows = records[(records["model"] == model) & records["num_blocks"].isna() & (records["system"] == "vllm")]
+        ours = figure_of(rows, "slots")
+        text = f"slots for tokens, {model}"
+        found.append(
+            Claim(text, "Table 1", ours, 0.98 * slots, 1.02 * slots, paper=f"{slots / 1000:.1f}K", how="arithmetic")
+        )
+    rows = records[(records["model"] == "opt-13b") & (records["system"] == "vllm") & records["num_blocks"].isna()]
+    for text, column, paper, low, high, unit in (
+        ("KV cache of a token, opt-13b", "kv_bytes_per_token", "819,200 bytes", 819_200, 819_200, "bytes"),
+        ("memory that parameters take, opt-13b on 40 GB", "weights_part", "65 %", 0.60, 0.67, "%"),
+        ("memory for the KV cache, opt-13b on 40 GB", "kv_part", "over 30 %", 0.29, 0.34, "%"),
+    ):
+        ours = figure_of(rows, column)
+        found.append(Claim(text, "Fig. 1 left", ours, low, high, paper=paper, unit=unit, how="arithmetic"))
+    return found
