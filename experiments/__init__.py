@@ -22,11 +22,12 @@ def load(name: str, store: str | Path | None = None) -> pd.DataFrame:
         StoreError: nothing of the experiment is there, or a record does not parse.
         ConfigError: there is no such experiment.
     """
-    from experiments.frame.experiment import find_experiment
+    from experiments.frame.experiment import path_of
     from experiments.frame.frames import to_frame
-    from experiments.frame.store import Store, StoreError, default_store, finished_records
+    from experiments.frame.runs import StoreError, finished_records
+    from experiments.frame.store import Store, default_store
 
-    find_experiment(name)
+    path_of(name)
     found = Store(store or default_store())
     recorded = finished_records(found.runs(name))
     if not recorded:

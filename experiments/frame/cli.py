@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from dataclasses import MISSING, fields
@@ -12,14 +13,14 @@ from experiments.frame.executors import executor
 from experiments.frame.experiment import (
     OWN_FOLDER,
     Experiment,
-    experiment_paths,
+    find_all,
     find_experiment,
 )
 from experiments.frame.lengths import find_data
 from experiments.frame.store import Store, default_store
 from experiments.frame.sweep import Sweep, Tally
 from experiments.frame.tasks import Task
-from experiments.frame.values import keys_of, make_configs, parse_seeds, parse_settings, parse_sweeps
+from experiments.frame.values import keys_of, kind_name, make_configs, parse_seeds, parse_settings, parse_sweeps
 from pagedjax.cli.flags import add_json_flag, positive_int
 from pagedjax.errors import ConfigError, PagedJaxError
 from pagedjax.provenance import num_cpu_cores
@@ -35,11 +36,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return args.command(args)
     except PagedJaxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        _told([str(error)])
         return 2 if isinstance(error, ConfigError) else 1
     except KeyboardInterrupt:
         print("interrupted: what is finished is kept, and the same command goes on", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # `... | head`: nobody reads on, and the interpreter must not complain at exit
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -120,23 +124,33 @@ def _add_running(command: argparse.ArgumentParser) -> None:
 
 
 def _list(args: argparse.Namespace) -> int:
+    wrong: list[str] = []
     if args.name is None:
-        found = [find_experiment(name) for name in experiment_paths()]
+        found, wrong = find_all()
         rows = [{"experiment": each.name, "runs": len(each.cpu_set), "what": each.title} for each in found]
     else:
         rows = _key_rows(find_experiment(args.name))
     print(format_table(rows))
     if args.json:
         write_json(args.json, rows)
-    return 0
+    return _told(wrong)
+
+
+def _told(problems: Sequence[str]) -> int:
+    """Says what is wrong; the exit status."""
+    for problem in problems:
+        print(f"error: {problem}", file=sys.stderr)
+    return 1 if problems else 0
 
 
 def _key_rows(experiment: Experiment) -> list[dict[str, object]]:
     kinds, texts, rows = keys_of(experiment.config_class), experiment.help_texts(), []
     for field in fields(experiment.config_class):
         default = field.default if field.default_factory is MISSING else field.default_factory()
-        kind = getattr(kinds[field.name], "__name__", str(kinds[field.name]))
-        rows.append({"key": field.name, "type": kind, "default": default, "what": texts[field.name]})
+        shown = "(none: to be given)" if default is MISSING else str(default)  # as it is written after --set
+        rows.append(
+            {"key": field.name, "type": kind_name(kinds[field.name]), "default": shown, "what": texts[field.name]}
+        )
     return rows
 
 
@@ -158,20 +172,20 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def _reproduce(args: argparse.Namespace) -> int:
-    names = args.only or list(experiment_paths())
-    found = [find_experiment(name) for name in names]
+    found, wrong = find_all() if args.only is None else (list(map(find_experiment, dict.fromkeys(args.only))), [])
     tally = _run_all(args, _store(args), [(each, config) for each in found for config in each.cpu_set])
-    return _write_report(names, args) or (1 if tally.failed else 0)
+    return max(_write_report(found, wrong, args), 1 if tally.failed else 0)
 
 
 def _report(args: argparse.Namespace) -> int:
-    return _write_report(list(experiment_paths()), args)
+    return _write_report(*find_all(), args)
 
 
-def _write_report(names: Sequence[str], args: argparse.Namespace) -> int:
+def _write_report(found: Sequence[Experiment], wrong: Sequence[str], args: argparse.Namespace) -> int:
+    """Writes it, prints its claims, and says what is wrong with files and records."""
     from experiments.frame.report import write_report
 
-    sections = write_report(names, _store(args), args.results)
+    sections = write_report(found, _store(args), args.results)
     rows = [
         {
             "claim": claim.text,
@@ -183,19 +197,22 @@ def _write_report(names: Sequence[str], args: argparse.Namespace) -> int:
         for section in sections
         for claim in section.claims
     ]
-    print(format_table(rows))
+    print(format_table(rows) if rows else "no claims")
     print(f"report: {args.results / 'REPORT.md'}")
-    return 0
+    missing = sum(len(section.missing) for section in sections)
+    if missing:
+        print(f"{missing} configurations have no records: the report says which, and why")
+    return _told([*wrong, *(problem for section in sections for problem in section.problems)])
 
 
 def _compare(args: argparse.Namespace) -> int:
-    from experiments.frame.compare import compare
+    from experiments.frame.compare import compare, results_differ
 
     rows = compare(args.first, args.second, _store(args))
     print(format_table(rows) if rows else "no difference")
     if args.json:
         write_json(args.json, rows)
-    return 1 if any(not row["measures time"] for row in rows) else 0
+    return 1 if results_differ(rows) else 0
 
 
 # ---------------------------------------------------------------------- running
@@ -211,8 +228,8 @@ def _run_all(args: argparse.Namespace, store: Store, configs: Sequence[tuple[Exp
         raise ConfigError(f"--address {args.address!r} is of a Ray cluster: it needs --executor ray")
     jobs = args.jobs or (num_cpu_cores() if args.executor == "local" else None)
     sweep = Sweep(store, args.force)
-    for timed, number in ((False, jobs), (True, 1)):
-        tasks = [Task.of(each, config, args.profile) for each, config in configs if bool(each.timed) is timed]
+    for alone, number in ((False, jobs), (True, 1)):
+        tasks = [Task.of(each, config, args.profile) for each, config in configs if each.runs_alone(config) is alone]
         if tasks:
             with executor(args.executor, jobs=number, address=args.address) as made:
                 sweep.run(tasks, made)
@@ -225,4 +242,4 @@ def _print_tally(tally: Tally) -> None:
     failed = f", {len(tally.failed)} failed" if tally.failed else ""
     print(f"{len(tally.run)} run{found}{failed}")
     for task, error in tally.failed:
-        print(f"failed: {task.name}/{task.hash} {task.label}: {error} (its traceback.txt says where)")
+        print(f"failed: {task.name}/{task.hash} {task.label}: {error}")

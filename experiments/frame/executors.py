@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import multiprocessing
 import os
+import signal
+import socket
 import sys
 import threading
 import time
@@ -15,9 +17,13 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from experiments.frame.tasks import Outcome, Task, execute, failure
+from experiments.frame.values import said
 from pagedjax.errors import ConfigError
 
 Done = tuple[Task, Outcome]
+
+_END_SECONDS = 10
+"""For a process to end in that has closed its pipe."""
 
 
 class Executor(Protocol):
@@ -52,8 +58,13 @@ class _Worker:
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
-        self.process.start()
-        theirs.close()
+        # A Ctrl-C in the terminal goes to all processes, and is for the parent alone: the child inherits the mask.
+        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+        try:
+            self.process.start()
+        finally:
+            theirs.close()
+            signal.pthread_sigmask(signal.SIG_SETMASK, before)
         self.task: Task | None = None
         self._begun = 0.0
 
@@ -69,15 +80,16 @@ class _Worker:
         try:
             return self.pipe.recv()
         except (EOFError, OSError):
-            self.process.join()
+            self.process.join(_END_SECONDS)
             code = self.process.exitcode or 0
             how = f"was killed by signal {-code}" if code < 0 else f"ended with status {code}"
-            error = f"its process {how} (out of memory?)" if code == -9 else f"its process {how}"
+            error = f"its process {how} (out of memory?)" if code == -signal.SIGKILL else f"its process {how}"
             return failure(task, error, error + "\n", time.perf_counter() - self._begun)
 
     def end(self) -> None:
-        self.process.terminate()
+        self.process.kill()  # an experiment may have its own idea of SIGTERM
         self.process.join()
+        self.process.close()
         self.pipe.close()
 
 
@@ -95,7 +107,7 @@ def _serve(pipe: connection.Connection) -> None:
         while True:
             task = pipe.recv()
             pipe.send(execute(task))
-    except (EOFError, KeyboardInterrupt):
+    except (EOFError, OSError):  # the parent has gone
         return
 
 
@@ -119,6 +131,10 @@ class LocalExecutor:
 
     def start(self, task: Task) -> None:
         idle = [worker for worker in self._workers if worker.task is None]
+        for dead in [worker for worker in idle if not worker.process.is_alive()]:  # nobody's task died with it
+            idle.remove(dead)
+            self._workers.remove(dead)
+            dead.end()
         if not idle:
             idle = [_Worker()]
             self._workers += idle
@@ -151,29 +167,34 @@ class LocalExecutor:
 class RayExecutor:
     """A Ray cluster: the one at an address, else one that this process starts on its machine.
 
-    Its machines need pagedjax installed, and get experiments and configurations from here; what they find comes back,
-    so that only this process writes to the store.
+    Its machines need the same Python environment and this checkout, at the same paths, as a shared disk gives them.
+    What they find comes back, so that only this process writes to the store.
 
     Args:
-        address: of a running cluster ("auto" finds one begun on this machine); None starts one.
+        address: of a running cluster ("auto" finds one begun on this machine); None is RAY_ADDRESS, or starts one.
         jobs: tasks at the same time; None is as many as the cluster has CPUs.
     """
 
     def __init__(self, address: str | None, jobs: int | None) -> None:
+        # Tasks ask for no accelerator, as they might not need one; Ray is not to hide them all then.
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         try:
             import ray
         except ImportError as error:
             raise ConfigError("--executor ray needs Ray: pip install 'pagedjax[ray]'") from error
+        address = address or os.environ.get("RAY_ADDRESS")
+        if address is not None:
+            _check_reachable(address)
         self._ray: Any = ray
         root = str(Path(__file__).parent.parent.parent)
         variables = {name: value for name, value in os.environ.items() if name.startswith(("PAGEDJAX_", "JAX_"))}
         environment = {"env_vars": {**variables, "PYTHONPATH": os.pathsep.join([root, *sys.path])}}
+        dashboard = False if address is None else None  # None, of a cluster that is there
         try:
-            ray.init(
-                address, runtime_env=environment, log_to_driver=False, include_dashboard=None if address else False
-            )
-        except (ConnectionError, ValueError) as error:
-            raise ConfigError(f"--address {address!r} leads to no Ray cluster: {error}") from error
+            ray.init(address or "local", runtime_env=environment, log_to_driver=False, include_dashboard=dashboard)
+        except (OSError, RuntimeError, ValueError) as error:
+            what = "a Ray cluster cannot be begun here" if address is None else _no_cluster(address)
+            raise ConfigError(f"{what}: {said(error)}") from error
         self._jobs = jobs or max(1, int(ray.cluster_resources().get("CPU", 1)))
         # One task a process: see LocalExecutor.
         self._execute = ray.remote(num_cpus=1, max_retries=0, max_calls=1)(execute)
@@ -206,6 +227,21 @@ class RayExecutor:
     def close(self) -> None:
         """Leaves the cluster, and ends it if it was begun here."""
         self._ray.shutdown()
+
+
+def _no_cluster(address: str) -> str:
+    return f"--address {address!r} leads to no Ray cluster"
+
+
+def _check_reachable(address: str) -> None:
+    """Raises ConfigError if nobody listens there; Ray itself would ask for minutes."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal():
+        return  # "auto"; of nonsense, Ray says so itself
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+    except (OSError, OverflowError) as error:
+        raise ConfigError(f"{_no_cluster(address)}: {error}") from error
 
 
 @contextmanager

@@ -9,16 +9,18 @@ import json
 import os
 import re
 import sys
-from collections.abc import Callable, Iterable
+import traceback
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import MISSING, dataclass, fields, is_dataclass
 from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from experiments.frame.claims import Claim
-from experiments.frame.values import keys_of, nearest
+from experiments.frame.values import keys_of, nearest, said
 from pagedjax.cli.flags import attribute_texts
 from pagedjax.errors import ConfigError
+from pagedjax.scalars import shown
 
 OWN_FOLDER = Path(__file__).parent.parent
 FOLDERS_VARIABLE = "PAGEDJAX_EXPERIMENTS"
@@ -34,11 +36,13 @@ class Experiment:
         name: of the file, without its ending.
         title: the first line of its docstring.
         config_class: a frozen dataclass, which says what each of its fields is for.
-        cpu_set: the configurations that `reproduce` runs.
+        cpu_set: the configurations that `reproduce` runs, each once.
         run: gives the records of one configuration: flat, of numbers, texts, booleans and None.
         plot: gives a figure of the records, as a DataFrame, of one or several configurations.
         claims: gives what the paper says beside what such records say.
-        timed: columns that measure time. An experiment with any runs alone.
+        timed: columns that measure time.
+        runs_alone: whether a configuration is not to be disturbed by others beside it; by default, if any column
+            measures time.
     """
 
     name: str
@@ -50,6 +54,7 @@ class Experiment:
     plot: Callable[[Any], Any]
     claims: Callable[[Any], list[Claim]]
     timed: tuple[str, ...]
+    runs_alone: Callable[[Any], bool]
 
     def help_texts(self) -> dict[str, str]:
         """What each key of the configuration is for."""
@@ -74,22 +79,21 @@ def describe_config(config: Any) -> str:
 
 def folders() -> list[Path]:
     """Where experiments are looked for: here, and in the folders of PAGEDJAX_EXPERIMENTS."""
-    others = [Path(name) for name in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if name]
+    # Processes elsewhere, which have another working directory, get these paths.
+    others = [Path(name).resolve() for name in os.environ.get(FOLDERS_VARIABLE, "").split(os.pathsep) if name]
     for folder in others:
         if not folder.is_dir():
             raise ConfigError(f"{FOLDERS_VARIABLE} names {str(folder)!r}, which is no folder")
-    return [OWN_FOLDER, *others]
+    return list(dict.fromkeys([OWN_FOLDER, *others]))
 
 
-def experiment_paths() -> dict[str, Path]:
-    """The files that are experiments, by name."""
-    found: dict[str, Path] = {}
+def experiment_paths() -> dict[str, list[Path]]:
+    """The files that are experiments, by name; there should be one of each."""
+    found: dict[str, list[Path]] = {}
     for folder in folders():
-        for path in sorted(folder.glob("*.py")):
-            if re.search(r"^class Config\b", path.read_text(encoding="utf-8"), re.MULTILINE):
-                if path.stem in found:
-                    raise ConfigError(f"two experiments are named {path.stem}: {found[path.stem]} and {path}")
-                found[path.stem] = path
+        for path in sorted(folder.glob("[!.]*.py")):
+            if path.is_file() and re.search(rb"^class Config\b", path.read_bytes(), re.MULTILINE):
+                found.setdefault(path.stem, []).append(path)
     return found
 
 
@@ -97,37 +101,63 @@ def find_experiment(name: str) -> Experiment:
     """The experiment of a name.
 
     Raises:
-        ConfigError: there is none, or its file lacks something.
+        ConfigError: there is none, or there are several, or its file lacks something.
+    """
+    return load_experiment(path_of(name))
+
+
+def path_of(name: str) -> Path:
+    """The file of an experiment, which may be one that cannot be loaded.
+
+    Raises:
+        ConfigError: there is none, or there are several.
     """
     paths = experiment_paths()
     if name not in paths:
-        raise ConfigError(f"there is no experiment {name!r}{nearest(name, paths)}: they are {', '.join(paths)}")
-    return load_experiment(paths[name])
+        others = [str(path) for folder in folders() if (path := folder / f"{name}.py").is_file()]
+        why = f" ({others[0]} has no class Config)" if others else nearest(name, paths)
+        raise ConfigError(f"there is no experiment {name!r}{why}: they are {', '.join(paths)}")
+    if len(paths[name]) > 1:
+        raise ConfigError(f"several experiments are named {name}: {', '.join(map(str, paths[name]))}")
+    return paths[name][0]
+
+
+def find_all() -> tuple[list[Experiment], list[str]]:
+    """All experiments that can be loaded, and what is wrong with the others."""
+    found, wrong = [], []
+    for name in experiment_paths():
+        try:
+            found.append(find_experiment(name))
+        except ConfigError as error:
+            wrong.append(str(error))
+    return found, wrong
 
 
 def load_experiment(path: Path) -> Experiment:
     """The experiment of a file.
 
     Raises:
-        ConfigError: it lacks something, or a configuration of it says nothing of one of its fields.
+        ConfigError: it cannot be imported, lacks something, or says nothing of one of its configuration's fields.
     """
-    module = _import(path)
-    if missing := [part for part in _PARTS if not hasattr(module, part)]:
-        raise ConfigError(f"{path} is no experiment: it has no {', '.join(missing)}")
+    try:
+        module = _import(path)
+    except (Exception, SystemExit) as error:  # whatever a file does when it is imported
+        raise ConfigError(f"{path}{_line_in(path, error)} cannot be loaded: {said(error)}") from error
+    if wrong := next(_faults(module), None):
+        raise ConfigError(f"{path} is no experiment: {wrong}")
     config_class: Any = module.Config
-    if not _is_frozen(config_class):
-        raise ConfigError(f"{path} is no experiment: its Config is no frozen dataclass")
     title = (module.__doc__ or "").strip().partition("\n")[0]
     found = Experiment(
         path.stem,
         path,
         title,
         config_class,
-        tuple(module.CPU_SET),
+        tuple(config for i, config in enumerate(module.CPU_SET) if config not in module.CPU_SET[:i]),
         module.run,
         module.plot,
         module.claims,
         tuple(getattr(module, "TIMED", ())),
+        getattr(module, "runs_alone", lambda config: bool(getattr(module, "TIMED", ()))),
     )
     silent = keys_of(config_class).keys() - found.help_texts().keys()
     if silent or not title:
@@ -136,8 +166,29 @@ def load_experiment(path: Path) -> Experiment:
     return found
 
 
-def _is_frozen(config_class: Any) -> bool:
-    return is_dataclass(config_class) and config_class.__dataclass_params__.frozen  # type: ignore[attr-defined]
+def _faults(module: Any) -> Iterator[str]:
+    """What is wrong with the parts of an experiment, the worst first."""
+    if missing := [part for part in _PARTS if not hasattr(module, part)]:
+        yield f"it has no {', '.join(missing)}"
+    if not (is_dataclass(module.Config) and module.Config.__dataclass_params__.frozen):  # type: ignore[attr-defined]
+        yield "its Config is no frozen dataclass"
+    config_class: Any = module.Config
+    for part in ("run", "plot", "claims"):
+        if not callable(getattr(module, part)):
+            yield f"its {part} is no function"
+    if not isinstance(module.CPU_SET, (list, tuple)):
+        yield "its CPU_SET is no list"
+    if others := [config for config in module.CPU_SET if not isinstance(config, config_class)]:
+        yield f"its CPU_SET has {shown(others[0])}, which is no Config"
+    timed = getattr(module, "TIMED", ())
+    if not isinstance(timed, (list, tuple)) or not all(isinstance(column, str) for column in timed):
+        yield "its TIMED is no list of columns"
+
+
+def _line_in(path: Path, error: BaseException) -> str:
+    """Where in a file an error came up; a syntax error says it itself."""
+    lines = [frame.lineno for frame in traceback.extract_tb(error.__traceback__) if frame.filename == str(path)]
+    return f", line {lines[-1]}," if lines else ""
 
 
 def _import(path: Path) -> ModuleType:

@@ -2,18 +2,23 @@
 
 from __future__ import annotations
 
+import html
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
-from experiments.frame.claims import Claim
-from experiments.frame.experiment import Experiment, find_experiment
+from experiments.frame.claims import NOT_REPRODUCED, Claim
+from experiments.frame.experiment import Experiment
 from experiments.frame.frames import to_frame
 from experiments.frame.plots import drawn
-from experiments.frame.store import Run, Store, finished_records
+from experiments.frame.runs import DamagedRun, Run
+from experiments.frame.store import Store
 from experiments.frame.tasks import Task
+from experiments.frame.values import said
+from pagedjax.errors import PagedJaxError
 
 _COLUMNS = ("claim", "where", "paper", "seed", "ours", "accepted", "verdict", "how", "lengths")
 
@@ -23,52 +28,97 @@ class Section:
     """What an experiment's part of the report is made of.
 
     Attributes:
-        runs: of its CPU set, as far as they are in the store.
-        missing: configurations of its CPU set that are not, or have failed.
-        claims: from the records of `runs`.
+        runs: manifests of its CPU set's runs, as far as they are finished.
+        missing: the others, and why.
+        notes: of the records.
+        claims: from the records.
+        figures: of the records, as files by name.
+        problems: what could not be made of the records.
     """
 
     experiment: Experiment
-    runs: list[Run]
-    missing: list[Task]
-    claims: list[Claim]
+    runs: list[dict[str, Any]] = field(default_factory=list)
+    missing: list[tuple[Task, str]] = field(default_factory=list)
+    notes: set[str] = field(default_factory=set)
+    claims: list[Claim] = field(default_factory=list)
+    figures: dict[str, bytes] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
 
     @classmethod
     def of(cls, experiment: Experiment, store: Store) -> Section:
         """What the store has."""
-        runs, missing = [], []
+        section, recorded = cls(experiment), []
         for config in experiment.cpu_set:
             task = Task.of(experiment, config)
-            run = store.run_of(task)
-            if run is not None and run.is_finished:
-                runs.append(run)
-            else:
-                missing.append(task)
-        claims = experiment.claims(to_frame(finished_records(runs))) if runs else []
-        return cls(experiment, runs, missing, claims)
+            try:
+                run = store.run_of(task)
+                if run is not None and run.is_finished:
+                    recorded.append((run.values, run.records()))
+                    section.runs.append(run.manifest)
+                else:
+                    section.missing.append((task, _why(run)))
+            except DamagedRun as error:
+                section.missing.append((task, str(error)))
+                section.problems.append(f"{experiment.name} {task.label}: {error}")
+        section.notes.update(str(note) for _, records in recorded for each in records if (note := each.get("note")))
+        section._evaluate(to_frame(recorded))
+        return section
+
+    def _evaluate(self, records: Any) -> None:
+        """Fills in claims and figures. Those of an experiment may need records that are not there."""
+        without = f" ({len(self.missing)} configurations have no records)" if self.missing else ""
+        try:
+            self.claims.extend(_checked(self.experiment.claims(records)))
+        except Exception as error:
+            self.problems.append(f"{self.experiment.name}: its claims cannot be computed{without}: {said(error)}")
+        if not self.runs:
+            return
+        name, plot = self.experiment.name, self.experiment.plot
+        try:
+            png, svg = drawn(plot, records, "png", "svg")
+            (dark,) = drawn(plot, records, "png", dark=True)
+        except Exception as error:
+            self.problems.append(f"{name}: its figure cannot be drawn{without}: {said(error)}")
+        else:
+            self.figures.update({f"{name}.png": png, f"{name}.svg": svg, f"{name}-dark.png": dark})
 
 
-def write_report(names: Sequence[str], store: Store, folder: Path) -> list[Section]:
-    """Writes REPORT.md and the figures into a folder; gives what they were made of."""
-    sections = [Section.of(find_experiment(name), store) for name in names]
-    figures = folder / "figures"
-    figures.mkdir(parents=True, exist_ok=True)
-    for section in sections:
-        _write_figures(section, figures)
-    part = folder / "REPORT.md.part"
-    part.write_text("\n".join(_lines(sections)) + "\n", encoding="utf-8")
-    os.replace(part, folder / "REPORT.md")
+def _why(run: Run | None) -> str:
+    return "not run" if run is None else f"failed: {run.manifest.get('error', 'it does not say why')}"
+
+
+def _checked(claims: list[Claim]) -> list[Claim]:
+    """Claims that have a verdict, or an error: their figures are whatever an experiment computed."""
+    for claim in claims:
+        _ = claim.verdict, claim.figure, claim.accepted
+    return claims
+
+
+def write_report(experiments: Sequence[Experiment], store: Store, folder: Path) -> list[Section]:
+    """Writes REPORT.md and the figures into a folder; gives what they were made of.
+
+    Raises:
+        PagedJaxError: the folder cannot be written.
+    """
+    sections = [Section.of(experiment, store) for experiment in experiments]
+    try:
+        (folder / "figures").mkdir(parents=True, exist_ok=True)
+        for section in sections:
+            for name, data in section.figures.items():
+                _write(folder / "figures" / name, data)
+        _write(folder / "REPORT.md", ("\n".join(_lines(sections)) + "\n").encode())
+    except OSError as error:
+        raise PagedJaxError(f"the report cannot be written into {folder} ({error.strerror or error})") from error
     return sections
 
 
-def _write_figures(section: Section, folder: Path) -> None:
-    if not section.runs:
-        return
-    records, name = to_frame(finished_records(section.runs)), section.experiment.name
-    png, svg = drawn(section.experiment.plot, records, "png", "svg")
-    (dark,) = drawn(section.experiment.plot, records, "png", dark=True)
-    for file, data in ((f"{name}.png", png), (f"{name}.svg", svg), (f"{name}-dark.png", dark)):
-        (folder / file).write_bytes(data)
+def _write(path: Path, data: bytes) -> None:
+    part = path.with_name(f".{path.name}.part")
+    try:
+        part.write_bytes(data)
+        os.replace(part, path)
+    finally:
+        part.unlink(missing_ok=True)
 
 
 def _lines(sections: Sequence[Section]) -> Iterable[str]:
@@ -82,9 +132,9 @@ def _lines(sections: Sequence[Section]) -> Iterable[str]:
         "measures time, and is another one each time; all others come out the same."
     )
     yield ""
-    yield "; ".join(f"{number} {verdict}" for verdict, number in counts.most_common()) + "."
+    yield ("; ".join(f"{number} {verdict}" for verdict, number in counts.most_common()) or "No claims") + "."
     yield ""
-    yield f"Made with {_origin(sections)}"
+    yield _origin(sections)
     yield ""
     yield "## All claims"
     yield ""
@@ -103,7 +153,9 @@ def _lines(sections: Sequence[Section]) -> Iterable[str]:
 def _origin(sections: Sequence[Section]) -> str:
     """Versions, machine and commit of the runs; there may be several."""
     parts = []
-    manifests = [run.manifest for section in sections for run in section.runs]
+    manifests = [manifest for section in sections for manifest in section.runs]
+    if not manifests:
+        return "Nothing has been run."
     commits = {
         f"{git['commit'][:12]}{'' if git['clean'] else ' with changes that were not committed'}"
         for manifest in manifests
@@ -112,9 +164,10 @@ def _origin(sections: Sequence[Section]) -> str:
     parts.append(f"commit {', '.join(sorted(commits))}" if commits else "code that was in no repository")
     for name in ("pagedjax", "jax", "numpy"):
         versions = {manifest["packages"].get(name) for manifest in manifests} - {None}
-        parts.append(f"{name} {', '.join(sorted(versions))}")
+        if versions:
+            parts.append(f"{name} {', '.join(sorted(versions))}")
     machines = {f"{m['machine']['cores']} cores of {m['machine']['processor']}" for m in manifests}
-    return ", ".join([*parts, *sorted(machines)]) + "."
+    return f"Made with {', '.join([*parts, *sorted(machines)])}."
 
 
 def _table(rows: Iterable[tuple[Claim, str]]) -> Iterable[str]:
@@ -128,11 +181,11 @@ def _table(rows: Iterable[tuple[Claim, str]]) -> Iterable[str]:
             claim.seed or "-",
             claim.figure + ("†" if claim.timed else ""),
             claim.accepted,
-            f"**{claim.verdict}**" if claim.verdict == "not reproduced" else claim.verdict,
+            f"**{claim.verdict}**" if claim.verdict == NOT_REPRODUCED else claim.verdict,
             claim.how or "-",
             claim.lengths or "-",
         )
-        yield "| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |"
+        yield "| " + " | ".join(" ".join(cell.replace("|", "\\|").split()) for cell in cells) + " |"
 
 
 def _section_lines(section: Section) -> Iterable[str]:
@@ -143,13 +196,12 @@ def _section_lines(section: Section) -> Iterable[str]:
     yield ""
     yield f"`python -m experiments reproduce --only {experiment.name}`"
     yield ""
-    if section.runs:
+    if section.figures:
         yield "<picture>"
         yield f'  <source media="(prefers-color-scheme: dark)" srcset="figures/{experiment.name}-dark.png">'
-        yield f'  <img src="figures/{experiment.name}.png" alt="{experiment.title}">'
+        yield f'  <img src="figures/{experiment.name}.png" alt="{html.escape(experiment.title)}">'
         yield "</picture>"
-    for task in section.missing:
-        yield f"- no records: `{task.label}`"
-    notes = {note for run in section.runs for record in run.records() for note in [record.get("note")] if note}
-    for note in sorted(notes):
-        yield f"- {note}"
+        yield ""
+    for task, why in section.missing:
+        yield f"- no records: `{task.label}` ({why})"
+    yield from (f"- {line}" for line in [*section.problems, *sorted(section.notes)])

@@ -8,10 +8,11 @@ from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from filelock import FileLock, Timeout
+from filelock import FileLock
 from tqdm import tqdm
 
 from experiments.frame.executors import Executor
+from experiments.frame.runs import DamagedRun
 from experiments.frame.store import Store
 from experiments.frame.tasks import Outcome, Task
 
@@ -51,8 +52,8 @@ class Sweep:
 
     def run(self, tasks: Sequence[Task], executor: Executor) -> None:
         """Runs them until all have ended, those that other processes run included."""
-        waiting = deque(tasks)
-        with _Bar(len(tasks)) as bar:
+        waiting = deque({task.hash: task for task in tasks}.values())
+        with _Bar(len(waiting)) as bar:
             try:
                 while waiting or executor.busy:
                     if waiting and executor.room > 0 and self._start_one(waiting, executor, bar):
@@ -72,28 +73,41 @@ class Sweep:
         for _ in range(len(waiting)):
             task = waiting.popleft()
             lock = self._store.lock(task)
-            try:
-                lock.acquire(timeout=0)
-            except Timeout:
+            if lock is None:
                 waiting.append(task)
                 continue
+            self._locks[task.hash] = lock
             self._store.recover(task)
-            found = self._store.run_of(task)
-            if found is not None and found.is_finished and not self._force:
-                lock.release()
-                self.tally.found.append(task)
-                bar.found()
+            try:
+                is_finished = not self._force and self._is_finished(task)
+            except DamagedRun as error:
+                self._end(task, bar, error=f"{error}; --force runs it again")
+                return True
+            if is_finished:
+                self._end(task, bar)
             else:
-                self._locks[task.hash] = lock
                 executor.start(task)
             return True
         return False
+
+    def _is_finished(self, task: Task) -> bool:
+        found = self._store.run_of(task)
+        return found is not None and found.is_finished and found.records() is not None
+
+    def _end(self, task: Task, bar: _Bar, error: str | None = None) -> None:
+        """Of a task that is not to be run."""
+        self._locks.pop(task.hash).release()
+        if error is None:
+            self.tally.found.append(task)
+        else:
+            self.tally.failed.append((task, error))
+        bar.found()
 
     def _take(self, task: Task, outcome: Outcome, bar: _Bar) -> None:
         self._store.put(task, outcome)
         self._locks.pop(task.hash).release()
         if outcome.failed:
-            self.tally.failed.append((task, outcome.manifest["error"]))
+            self.tally.failed.append((task, f"{outcome.manifest['error']} (traceback.txt in its folder says where)"))
         else:
             self.tally.run.append(task)
         bar.ended(task, outcome)
@@ -122,12 +136,17 @@ class _Bar:
         self._run += 1
         self._bar.set_postfix_str(f"{task.name} {task.label}"[:60], refresh=False)
         self._bar.update()
-        if outcome.failed:
-            tqdm.write(f"failed: {task.name} {task.label}: {outcome.manifest['error']}", file=sys.stderr)
+        for key, what in (("error", "failed"), ("figure_error", "no figure")):
+            if key in outcome.manifest:
+                tqdm.write(f"{what}: {task.name} {task.label}: {outcome.manifest[key]}", file=sys.stderr)
         if self._bar.disable:
             left = self._left * (time.perf_counter() - self._begun) / self._run
             print(
                 f"[{self._total - self._left}/{self._total}] {task.name} {task.label}: "
-                f"{outcome.manifest['wall_s']:.1f} s; about {left / 60:.0f} min left",
+                f"{outcome.manifest['wall_s']:.1f} s; about {_duration(left)} left",
                 flush=True,
             )
+
+
+def _duration(seconds: float) -> str:
+    return f"{seconds:.0f} s" if seconds < 120 else f"{seconds / 60:.0f} min"

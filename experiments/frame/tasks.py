@@ -9,11 +9,12 @@ import time
 import traceback
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from experiments.frame.experiment import Experiment, describe_config, load_experiment, values_hash
+from experiments.frame.values import plain_values, record_line, said
 from pagedjax.errors import ConfigError
 from pagedjax.provenance import provenance
 
@@ -40,8 +41,12 @@ class Task:
 
     @classmethod
     def of(cls, experiment: Experiment, config: Any, profile: bool = False) -> Task:
-        """For a configuration of an experiment."""
-        return cls(experiment.name, str(experiment.path), asdict(config), describe_config(config), profile)
+        """For a configuration of an experiment. Raises ConfigError: it cannot be stored."""
+        try:
+            values = plain_values(config)
+        except ConfigError as error:
+            raise ConfigError(f"{experiment.name}: {error}") from error
+        return cls(experiment.name, str(experiment.path), values, describe_config(config), profile)
 
     @property
     def hash(self) -> str:
@@ -55,7 +60,7 @@ class Outcome:
 
     Attributes:
         lines: its records as JSON, one a line.
-        manifest: where they come from, how long they took, whether they are all there.
+        manifest: where they come from, how long they took, whether they are all there, why there is no figure.
         files: what else goes into its folder, by name.
     """
 
@@ -75,31 +80,30 @@ def execute(task: Task) -> Outcome:
     files: dict[str, bytes] = {}
     try:
         experiment = load_experiment(Path(task.path))
+        begun = time.perf_counter()  # imports are not what an experiment is about
         with _profiled(task.profile, files):
-            lines = [_record_line(record) for record in experiment.run(experiment.config_class(**task.values))]
-        seconds = time.perf_counter() - begun
-        files |= _figures(experiment, task.values, lines)
-    except Exception as error:  # whatever an experiment raises: the others go on
-        return failure(task, f"{type(error).__name__}: {error}", traceback.format_exc(), time.perf_counter() - begun)
-    return Outcome(lines, _manifest(task, FINISHED, seconds, len(lines), experiment.timed), files)
-
-
-def failure(task: Task, error: str, trace: str, seconds: float) -> Outcome:
-    """The outcome of a task that gave no records."""
-    manifest = _manifest(task, FAILED, seconds, 0, ()) | {"error": error}
-    return Outcome([], manifest, {"traceback.txt": trace.encode()})
-
-
-def _record_line(record: dict[str, Any]) -> str:
+            lines = [record_line(record) for record in experiment.run(experiment.config_class(**task.values))]
+    except (Exception, SystemExit) as error:  # whatever an experiment raises: the others go on
+        return failure(task, said(error), traceback.format_exc(), time.perf_counter() - begun, _device())
+    seconds = time.perf_counter() - begun
+    manifest = _manifest(task, FINISHED, seconds, len(lines), experiment.timed, _device())
     try:
-        return json.dumps(record, allow_nan=False)
-    except ValueError as error:
-        raise ConfigError(
-            f"a record cannot be written as JSON ({error}); None stands for no number: {record}"
-        ) from error
+        files |= _figures(experiment, task.values, lines)
+    except (Exception, SystemExit) as error:  # the records, which took the time, are there all the same
+        manifest["figure_error"] = said(error)
+        files["traceback.txt"] = traceback.format_exc().encode(errors="backslashreplace")
+    return Outcome(lines, manifest, files)
 
 
-def _manifest(task: Task, status: str, seconds: float, num_records: int, timed: tuple[str, ...]) -> dict[str, Any]:
+def failure(task: Task, error: str, trace: str, seconds: float, device: Any = None) -> Outcome:
+    """The outcome of a task that gave no records."""
+    manifest = _manifest(task, FAILED, seconds, 0, (), device) | {"error": error}
+    return Outcome([], manifest, {"traceback.txt": trace.encode(errors="backslashreplace")})
+
+
+def _manifest(
+    task: Task, status: str, seconds: float, num_records: int, timed: tuple[str, ...], device: Any
+) -> dict[str, Any]:
     seed = task.values.get("seed")
     return {
         "experiment": task.name,
@@ -108,7 +112,7 @@ def _manifest(task: Task, status: str, seconds: float, num_records: int, timed: 
         "num_records": num_records,
         "wall_s": round(seconds, 3),
         "timed_columns": list(timed),
-        **provenance(task.values, {} if seed is None else {"experiment": seed}, _device()),
+        **provenance(task.values, {} if seed is None else {"experiment": seed}, device),
     }
 
 
@@ -118,7 +122,10 @@ def _device() -> Any:
         return None
     import jax
 
-    return jax.devices()[0]
+    try:
+        return jax.devices()[0]
+    except RuntimeError:  # no backend begins, which the experiment noticed if it wanted one
+        return None
 
 
 def _figures(experiment: Experiment, values: dict[str, Any], lines: list[str]) -> dict[str, bytes]:

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import difflib
 import itertools
+import json
+import math
 import re
 import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import fields
-from types import NoneType
+from types import NoneType, UnionType
 from typing import Any
 
 from pagedjax.config import require
 from pagedjax.errors import ConfigError
-from pagedjax.scalars import shown
+from pagedjax.scalars import is_text, plain, shown
 
 MOST_CONFIGURATIONS = 100_000
+MOST_SEEDS = 10_000
+
+SCALARS = (bool, int, float, str, NoneType)
+_LONGEST_ERROR = 400
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
@@ -29,10 +35,70 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     require(value in choices, name, value, f"one of {', '.join(choices)}{nearest(str(value), choices)}")
 
 
+def said(error: BaseException) -> str:
+    """An error in one line, cut where it is long."""
+    text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
+    return text if len(text) <= _LONGEST_ERROR else f"{text[:_LONGEST_ERROR]}..."
+
+
 def keys_of(config_class: type) -> dict[str, Any]:
     """The types of a configuration's fields, by name."""
     hints = typing.get_type_hints(config_class)
     return {field.name: hints[field.name] for field in fields(config_class)}
+
+
+def kind_name(kind: Any) -> str:
+    """A field's type in words."""
+    return " or ".join(
+        "none" if member is NoneType else getattr(member, "__name__", str(member)) for member in _of(kind)
+    )
+
+
+def _of(kind: Any) -> tuple[Any, ...]:
+    """The types that a field may have."""
+    return typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, UnionType) else (kind,)
+
+
+def plain_values(config: Any) -> dict[str, Any]:
+    """The fields of a configuration as they are stored: equal ones for equal configurations.
+
+    Raises:
+        ConfigError: one cannot be stored.
+    """
+    kinds, values = keys_of(type(config)), {}
+    for name, kind in kinds.items():
+        value = plain(getattr(config, name))
+        if type(value) is int and float in _of(kind) and int not in _of(kind):
+            value = float(value)  # 4 and 4.0 are equal, and their texts are not
+        for part in value if isinstance(value, tuple) else (value,):
+            if not is_scalar(part):
+                raise ConfigError(f"{name}={shown(value)} is not allowed: a configuration has {SCALAR_WORDS}")
+        values[name] = value
+    return values
+
+
+SCALAR_WORDS = "finite numbers, texts, booleans and None"
+
+
+def is_scalar(value: object) -> bool:
+    """Whether JSON has it, and gives it back as it is."""
+    return isinstance(value, SCALARS) and not (isinstance(value, float) and not math.isfinite(value))
+
+
+def record_line(record: object) -> str:
+    """A record as one line of JSON.
+
+    Raises:
+        ConfigError: it is no record, or holds what JSON has not.
+    """
+    if not isinstance(record, dict):
+        raise ConfigError(f"a record must be a dict, not {shown(record)}")
+    values = {key: plain(value) for key, value in record.items()}
+    for key, value in values.items():
+        if not isinstance(key, str) or not is_scalar(value):
+            what = f"{shown(key)}: {shown(value)}"
+            raise ConfigError(f"a record has {what}, which cannot be written: records have {SCALAR_WORDS}, by name")
+    return json.dumps(values)
 
 
 def parse_value(config_class: type, key: str, text: str) -> Any:
@@ -44,7 +110,7 @@ def parse_value(config_class: type, key: str, text: str) -> Any:
     kinds = keys_of(config_class)
     if key not in kinds:
         raise ConfigError(f"there is no key {key!r}{nearest(key, kinds)}: the keys are {', '.join(kinds)}")
-    members = typing.get_args(kinds[key]) or (kinds[key],)
+    members = _of(kinds[key])
     if NoneType in members and text.lower() == "none":
         return None
     for member in (kind for kind in (bool, int, float, str) if kind in members):
@@ -52,8 +118,7 @@ def parse_value(config_class: type, key: str, text: str) -> Any:
             return _READERS[member](text)
         except ValueError:
             continue
-    names = " or ".join("none" if kind is NoneType else kind.__name__ for kind in members)
-    raise ConfigError(f"{key}={shown(text)} is not allowed: {key} must be of type {names}")
+    raise ConfigError(f"{key}={shown(text)} is not allowed: {key} must be of type {kind_name(kinds[key])}")
 
 
 def _bool(text: str) -> bool:
@@ -63,7 +128,19 @@ def _bool(text: str) -> bool:
         raise ValueError from None
 
 
-_READERS: dict[type, Callable[[str], Any]] = {bool: _bool, int: int, float: float, str: str}
+def _float(text: str) -> float:
+    if not math.isfinite(value := float(text)):
+        raise ValueError
+    return value
+
+
+def _text(text: str) -> str:
+    if not is_text(text):
+        raise ValueError
+    return text
+
+
+_READERS: dict[type, Callable[[str], Any]] = {bool: _bool, int: int, float: _float, str: _text}
 
 
 def split_pair(text: str, flag: str) -> tuple[str, str]:
@@ -96,15 +173,17 @@ def parse_sweeps(config_class: type, sweeps: Iterable[str]) -> dict[str, list[An
 
 def parse_seeds(text: str) -> list[int]:
     """ "0..4" with both ends, "3", or "0,2,5"."""
-    if match := re.fullmatch(r"(\d+)\.\.(\d+)", text.strip()):
-        seeds = list(range(int(match[1]), int(match[2]) + 1)) if int(match[2]) - int(match[1]) < 10_000 else []
-    elif re.fullmatch(r"\d+(,\d+)*", text.strip()):
-        seeds = list(dict.fromkeys(int(part) for part in text.split(",")))
+    if match := re.fullmatch(r"(\d{1,18})\.\.(\d{1,18})", text.strip()):
+        seeds = range(int(match[1]), int(match[2]) + 1)
+    elif re.fullmatch(r"\d{1,18}(,\d{1,18})*", text.strip()):
+        seeds = tuple(dict.fromkeys(int(part) for part in text.split(",")))
     else:
-        seeds = []
-    if not seeds:
-        raise ConfigError(f"--seeds {text!r} is not allowed: it must be like 0..4, or 0,2,5")
-    return seeds
+        seeds = ()
+    if not 0 < len(seeds) <= MOST_SEEDS:
+        raise ConfigError(
+            f"--seeds {text!r} is not allowed: it must be like 0..4, or 0,2,5, of one seed to {MOST_SEEDS:,}"
+        )
+    return list(seeds)
 
 
 def make_configs(config_class: type, settings: Mapping[str, Any], sweeps: Mapping[str, Sequence[Any]]) -> list[Any]:
@@ -121,4 +200,9 @@ def make_configs(config_class: type, settings: Mapping[str, Any], sweeps: Mappin
     if number > MOST_CONFIGURATIONS:
         raise ConfigError(f"the sweep has {number:,} configurations; at most {MOST_CONFIGURATIONS:,} are allowed")
     combinations = itertools.product(*sweeps.values())
-    return [config_class(**settings, **dict(zip(sweeps, values, strict=True))) for values in combinations]
+    try:
+        return [config_class(**settings, **dict(zip(sweeps, values, strict=True))) for values in combinations]
+    except ConfigError:
+        raise
+    except (TypeError, ValueError) as error:  # a field without a default; an experiment's own check
+        raise ConfigError(f"the configuration is not allowed: {error}") from error
