@@ -1,8 +1,8 @@
 """Continuous batching and paging, each with and without the other: the seed note's 2 x 2.
 
-Continuous batching decides when requests enter and leave a batch, paging how their memory is laid out. The seed says that each
-works without the other, worse. Requests served a second in an overload, in the simulator at the paper's scale, and on the
-engine: static batches of the largest size whose reservations fit in any case.
+Continuous batching decides when requests enter and leave a batch, paging how their memory is laid out. The seed says
+that each works without the other, worse. Requests served a second in an overload, in the simulator at the paper's
+scale, and on the engine: static batches of the largest size whose reservations fit in any case.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """A chatbot (Fig. 17): OPT-13B, long conversations, prompts cut to their last 1,024 tokens.
 
-Outputs end after 1,016 tokens, as in the artifact, and nothing is kept between rounds. As most prompts are 1,024 long, a
-buddy allocator rounds every chunk up to 2,048, whatever Orca knows of the output. The lengths are those of ShareGPT in
-several rounds (up to 8,192 tokens), as the paper's own chat lengths are not at hand.
+Outputs end after 1,016 tokens, as in the artifact, and nothing is kept between rounds. As most prompts are 1,024
+long, a buddy allocator rounds every chunk up to 2,048, whatever Orca knows of the output. The lengths are those of
+ShareGPT in several rounds (up to 8,192 tokens), as the paper's own chat lengths are not at hand.
 """
 
 from __future__ import annotations
@@ -75,6 +75,13 @@ def claims(records: pd.DataFrame) -> list[Claim]:
     best = max(orcas) if orcas else None
     return [
         Claim("best of the three of Orca to the worst", "Fig. 17", spread, None, 1.1, paper="they coincide", **known),
-        Claim("rate sustained, vllm to the best of Orca", "Fig. 17", ratio(knees.get("vllm"), best), 1.4, 2.4,
-              paper="2x", **known),
-    ]  # fmt: skip
+        Claim(
+            "rate sustained, vllm to the best of Orca",
+            "Fig. 17",
+            ratio(knees.get("vllm"), best),
+            1.4,
+            2.4,
+            paper="2x",
+            **known,
+        ),
+    ]

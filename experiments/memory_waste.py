@@ -1,7 +1,8 @@
 """Where the memory for the KV cache goes (Fig. 1 left, Fig. 2), and what there is of it (Table 1, Fig. 11).
 
-Fig. 2's recipe is the artifact's: OPT-13B on an A100 with 40 GB, ShareGPT at 4 requests a second for 900 s, which is more
-than any of the systems can serve; the pool is looked at in each step from 300 to 900 s. 100 % are all slots of the pool.
+Fig. 2's recipe is the artifact's: OPT-13B on an A100 with 40 GB, ShareGPT at 4 requests a second for 900 s, which is
+more than any of the systems can serve; the pool is looked at in each step from 300 to 900 s. 100 % are all slots of
+the pool.
 """
 
 from __future__ import annotations

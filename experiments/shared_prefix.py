@@ -1,9 +1,10 @@
 """Requests that begin with the same few-shot examples (Fig. 16): LLaMA-13B, translation from English to German.
 
-One example is a prefix of 80 tokens, five are one of 341. vLLM keeps the prefix's full blocks once (336 tokens of 341);
-Orca (Oracle) keeps a copy for every request. The paper registers the prefix by hand; here automatic prefix caching finds it.
-The lengths are those of NTREX's sentences, as the paper's WMT16 ones are not at hand. Whether the shared blocks are read from
-memory once a step, as where the chip's cache holds one layer's, or once for every sequence, is shown both ways.
+One example is a prefix of 80 tokens, five are one of 341. vLLM keeps the prefix's full blocks once (336 tokens of
+341); Orca (Oracle) keeps a copy for every request. The paper registers the prefix by hand; here automatic prefix
+caching finds it. The lengths are those of NTREX's sentences, as the paper's WMT16 ones are not at hand. Whether the
+shared blocks are read from memory once a step, as where the chip's cache holds one layer's, or once for every
+sequence, is shown both ways.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
 """Memory that sharing saves (Fig. 15): blocks that samples of one prompt, or beams of one search, do not hold twice.
 
-The artifact's measure: 1 - 1 / (mean over steps of logical blocks / physical blocks), from 300 to 900 s, OPT-13B with more
-requests than can be served (20 a second). All samples of a request have the same length of output. On the engine, beams
-have the parents that SmolLM2 gives them; in the simulator they are drawn evenly, a stated process and an upper estimate.
+The artifact's measure: 1 - 1 / (mean over steps of logical blocks / physical blocks), from 300 to 900 s, OPT-13B with
+more requests than can be served (20 a second). All samples of a request have the same length of output. On the
+engine, beams have the parents that SmolLM2 gives them; in the simulator they are drawn evenly, a stated process and
+an upper estimate.
 """
 
 from __future__ import annotations
@@ -176,10 +177,12 @@ def _orderings(own: pd.DataFrame, used: str) -> list[Claim]:
         ours = min(steps) if len(steps) == 2 else None
         found.append(Claim(text, "Fig. 15", ours, 0.0, None, paper="it grows", unit="%", how=how, lengths=used))
     pairs = [
-        (figure_of(own, "sharing_saving", where="simulator", workload="sharegpt", decoding="beam", size=size),
-         figure_of(own, "sharing_saving", where="simulator", workload="alpaca", decoding="beam", size=size))
+        (
+            figure_of(own, "sharing_saving", where="simulator", workload="sharegpt", decoding="beam", size=size),
+            figure_of(own, "sharing_saving", where="simulator", workload="alpaca", decoding="beam", size=size),
+        )
         for size in SIZES
-    ]  # fmt: skip
+    ]
     leads = [a - b for a, b in pairs if a is not None and b is not None]
     ours = min(leads) if len(leads) == len(SIZES) else None
     text = "least lead of ShareGPT over Alpaca in what beams save"

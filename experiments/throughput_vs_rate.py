@@ -1,8 +1,8 @@
 """Normalized latency over the rate of requests, and the rate that each system sustains (Fig. 12).
 
-Three models, two workloads, five systems. A system's knee is the highest rate whose mean normalized latency stays within
-0.5 s a token, found by bisection to 1 %; a run is cut short once the mean must end above 1 s a token, where the paper's
-plots end. Traces of 900 s, as in the artifact (the paper's are of an hour, 15 min for OPT-175B).
+Three models, two workloads, five systems. A system's knee is the highest rate whose mean normalized latency stays
+within 0.5 s a token, found by bisection to 1 %; a run is cut short once the mean must end above 1 s a token, where
+the paper's plots end. Traces of 900 s, as in the artifact (the paper's are of an hour, 15 min for OPT-175B).
 """
 
 from __future__ import annotations

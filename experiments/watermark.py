@@ -71,10 +71,22 @@ def claims(records: pd.DataFrame) -> list[Claim]:
 
     known = {"how": "simulator", "lengths": lengths_used(records)}
     found = [
-        Claim(f"token states with a watermark of {100 * part:g} %", "Fig. 2", of(part, "token_states"), low, high,
-              paper=paper, unit="%", **known)
-        for part, low, high, paper in ((0.0, 0.955, 0.975, None), (0.01, 0.955, 0.97, "96.3 %"), (0.05, 0.92, 0.95, None))
-    ]  # fmt: skip
+        Claim(
+            f"token states with a watermark of {100 * part:g} %",
+            "Fig. 2",
+            of(part, "token_states"),
+            low,
+            high,
+            paper=paper,
+            unit="%",
+            **known,
+        )
+        for part, low, high, paper in (
+            (0.0, 0.955, 0.975, None),
+            (0.01, 0.955, 0.97, "96.3 %"),
+            (0.05, 0.92, 0.95, None),
+        )
+    ]
     none, some, much = (of(part, "preemptions") for part in (0.0, 0.01, 0.05))
     for text, more, fewer in (
         ("preemptions without a watermark, to those with 1 %", none, some),

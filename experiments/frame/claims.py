@@ -73,5 +73,5 @@ class Claim:
         if value is None or math.isnan(value):
             return "-"
         number = 100 * value if self.unit == "%" else value
-        text = f"{number:.4g}" if abs(number) < 10_000 else f"{number:,.0f}"
+        text = f"{number:.4g}" if abs(number) < 9999.5 else f"{number:,.0f}"
         return f"{text} {self.unit}".rstrip()

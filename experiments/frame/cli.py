@@ -34,7 +34,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     find_data()
     args = _parser().parse_args(argv)
     try:
-        return args.command(args)
+        status = args.command(args)
+        sys.stdout.flush()
+        return status
     except PagedJaxError as error:
         _told([str(error)])
         return 2 if isinstance(error, ConfigError) else 1

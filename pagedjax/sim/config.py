@@ -81,8 +81,8 @@ class SimulationConfig:
         enable_chunked_prefill: False computes every prompt whole, in one step; None is that.
         enable_prefix_caching: share blocks among prompts that begin alike.
         preemption: as in `EngineConfig`.
-        swap_copy_seconds: of each copy that swapping makes (one a block, layer, and K or V, as in the artifact), beside
-            the link's bandwidth; with a chip.
+        swap_copy_seconds: that each copy takes at least which swapping makes, one a block, layer, and K or V as in the
+            artifact; with a chip.
         reuse_shared: blocks that several sequences share are read from memory once a step, as where the chip's cache
             holds them; with a chip.
         overlap: plan a step while the one before it is computed, so that the host's time is hidden; None is False.

@@ -29,8 +29,8 @@ class Roofline:
         seconds_per_step, seconds_per_seq: of the host. Calibrated with two bars of the paper's Fig. 13, and nothing
             else: by Little's law, 30.42 requests at 2 a second with outputs of 338 tokens mean 45 ms a step, 132.44 at
             30 a second with 58.45 tokens 75.5 ms.
-        seconds_per_swap_copy: of each block, layer, and K or V that is swapped, beside the link's bandwidth: the
-            artifact makes one asynchronous copy for each.
+        seconds_per_swap_copy: that a copy to or from the host takes at least, however little it moves. Like the
+            artifact, swapping makes an asynchronous one for each block, layer, and K or V.
         reuses_shared: whether a block that several sequences list is read from memory once a step, and for the others
             comes from the chip's cache, where a layer's shared blocks fit.
         hides_host: whether the host plans while the device works, so that only the longer of both counts.
@@ -59,8 +59,9 @@ class Roofline:
         kv_bytes = context * model.kv_bytes_per_token
         attention = kv_bytes / (number * self.kv_efficiency * chip.bandwidth)
         block_bytes = self.block_size * model.kv_bytes_per_token
-        swap = step.num_swapped * block_bytes / (number * self.server.host_link)
-        swap += step.num_swapped * 2 * model.num_layers * self.seconds_per_swap_copy
+        num_copies = step.num_swapped * 2 * model.num_layers
+        copy_bytes = block_bytes / (2 * model.num_layers * number)
+        swap = num_copies * max(self.seconds_per_swap_copy, copy_bytes / self.server.host_link)
         copy = 2 * step.num_copied * block_bytes / (number * self.kv_efficiency * chip.bandwidth)
         device = max(read, compute) + attention + swap + copy + self._reduce(step)
         host = self.seconds_per_step + self.seconds_per_seq * step.num_seqs

@@ -192,9 +192,11 @@ def test_a_step_costs_what_its_bytes_and_operations_cost():
         weights + 3 * 2 * 16 * 819_200 / (0.6 * 1.555e12)
     )
     assert cost.seconds(StepShape(0, 0, 0, num_swapped=10)) == pytest.approx(10 * 16 * 819_200 / 32e9)
+    host_step = 3e-3
     copies = Roofline(model, server, 16, seconds_per_swap_copy=3e-6)
-    swapped = 10 * 16 * 819_200 / 32e9 + 10 * 80 * 3e-6  # 80 of a block: K and V of 40 layers
-    assert copies.seconds(StepShape(0, 0, 0, num_swapped=10)) == pytest.approx(swapped + 3e-3)
+    assert copies.seconds(StepShape(0, 0, 0, num_swapped=10)) == pytest.approx(host_step + 10 * 16 * 819_200 / 32e9)
+    small = Roofline(model, server, 1, seconds_per_swap_copy=3e-6)  # copies of 10 KB: K and V of 40 layers
+    assert small.seconds(StepShape(0, 0, 0, num_swapped=10)) == pytest.approx(host_step + 10 * 80 * 3e-6)
     reuses = Roofline(model, server, 16, seconds_per_step=0.0, seconds_per_seq=0.0, reuses_shared=True)
     assert reuses.seconds(StepShape(1, 1, 1500, num_shared=500)) == pytest.approx(weights + read)
     host = Roofline(model, server, 16)
