@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from experiments.frame import Claim, require_choice
-from experiments.frame.frames import figure_of, ratio
+from experiments.frame.frames import figure_of, ratio, rows_where
 from experiments.frame.lengths import default_lengths, lengths_used
 from experiments.frame.systems import FT_BATCH, simulation, sweep_rates
 
@@ -110,9 +110,9 @@ def plot(records: pd.DataFrame) -> Figure:
     ):
         rows = records[records["where"] == where]
         for at, ((batching, memory), colour) in enumerate(zip(CELLS, CYCLE, strict=False)):
-            values = rows[(rows["batching"] == batching) & (rows["memory"] == memory)][column]
-            if len(values):
-                bar_labels(axes, axes.bar(at, float(values.iloc[0]), color=colour), "{:.2f}".format)
+            found = rows_where(rows, batching=batching, memory=memory)
+            if found:
+                bar_labels(axes, axes.bar(at, found[0][column], color=colour), "{:.2f}".format)
         axes.set_xticks(range(len(CELLS)), [f"{batching}\n{memory}" for batching, memory in CELLS], fontsize=6.5)
         axes.set_ylabel(label)
         axes.margins(y=0.12)

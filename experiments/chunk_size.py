@@ -107,9 +107,9 @@ def plot(records: pd.DataFrame) -> Figure:
         panels, ("time_to_first_token", "time_between_tokens"), ("to the first token", "between tokens"), strict=True
     ):
         for end, colour, short in (("_p50_s", CYCLE[0], "median"), ("_p99_s", CYCLE[1], "99 %")):
-            values = 1000 * shown[name + end]
-            axes.plot(shown["max_num_batched_tokens"], values, "o-", color=colour)
-            if len(values):
+            if len(shown):
+                values = 1000 * shown[name + end]
+                axes.plot(shown["max_num_batched_tokens"], values, "o-", color=colour)
                 label_line(axes, shown["max_num_batched_tokens"].iloc[-1], values.iloc[-1], short, colour)
             if len(whole):
                 axes.axhline(1000 * whole[name + end].iloc[0], color=colour, linewidth=0.8, linestyle=":")

@@ -96,6 +96,8 @@ def plot(records: pd.DataFrame) -> Figure:
     sizes = sorted(set(shown["n"]))
     for shift, (policy, colour) in enumerate(zip(POLICIES, CYCLE, strict=False)):
         rows = shown[shown["preemption"] == policy].sort_values("n")
+        if rows.empty:
+            continue
         at = [sizes.index(n) + 0.27 * (shift - 1) for n in rows["n"]]
         bar_labels(axes, axes.bar(at, rows["requests_per_s"], 0.25, color=colour), "{:.2f}".format)
         axes.text(0.98, 0.95 - 0.08 * shift, policy, color=colour, ha="right", fontsize=7, transform=axes.transAxes)

@@ -106,9 +106,10 @@ def plot(records: pd.DataFrame) -> Figure:
     for axes, shots in zip(panels, PREFIXES, strict=True):
         rows = shown[(shown["shots"] == shots) & ~shown["reuse_shared"]]
         draw_latencies(axes, rows)
-        once = shown[(shown["shots"] == shots) & shown["reuse_shared"]].dropna(subset="latency_s").sort_values("rate")
-        axes.plot(once["rate"], once["latency_s"], "--", color="#56B4E9")
+        once = shown[(shown["shots"] == shots) & shown["reuse_shared"]]
         if len(once):
+            once = once.dropna(subset="latency_s").sort_values("rate")
+            axes.plot(once["rate"], once["latency_s"], "--", color="#56B4E9")
             axes.text(
                 0.98,
                 0.04,

@@ -1,7 +1,8 @@
 """Runs of the real engine with SmolLM2, at the scale of a laptop: requests with the lengths of a workload, scaled down.
 
-All requests come at once and outputs have the lengths that the workload gives them, so that what is planned, and the
-tokens, are the same each time; only what begins with `measured_` measures time.
+Prompts are pieces of the licence, so that the model has a text to go on with. All requests come at once and outputs
+have the lengths that the workload gives them, so that what is planned, and the tokens, are the same each time; only
+what begins with `measured_` measures time.
 """
 
 from __future__ import annotations
@@ -15,9 +16,9 @@ from typing import Any
 
 import numpy as np
 
+from experiments.frame.experiment import OWN_FOLDER
 from experiments.frame.lengths import lengths
 from pagedjax import LLM, BeamSearchParams, EngineConfig, SamplingParams
-from pagedjax.bench.workload import token_range
 from pagedjax.engine import Engine
 from pagedjax.errors import ConfigError
 from pagedjax.replay import replay
@@ -46,20 +47,23 @@ Prompt = dict[str, list[int]]
 
 
 def scaled_requests(
-    workload: str, lengths_from: str, number: int, shrink: int, seed: int, longest: int, vocab_size: int
+    workload: str, lengths_from: str, number: int, shrink: int, seed: int, longest: int, text: list[int]
 ) -> tuple[list[tuple[Prompt, int]], bool]:
-    """Prompts of random tokens and numbers of tokens to put out, and whether their lengths are statistics.
+    """Prompts cut out of a text at random, and numbers of tokens to put out; and whether their lengths are statistics.
 
     Args:
         shrink: prompts and outputs of the workload are as many times shorter.
         longest: tokens of prompt and output together; longer rows are left out.
+        text: tokens of a text that the model can go on with, longer than `longest`.
     """
-    rng, (low, high) = np.random.default_rng(seed), token_range(vocab_size)
+    rng = np.random.default_rng(seed)
     with lengths(lengths_from):
         trace = open_trace(workload)
         scaled = ((-(-row.prompt_len // shrink), -(-row.output_len // shrink)) for row in trace.rows(seed))
         chosen = list(islice((pair for pair in scaled if sum(pair) <= longest), number))
-    requests = [({"prompt_token_ids": rng.integers(low, high, prompt).tolist()}, output) for prompt, output in chosen]
+    starts = rng.integers(0, len(text) - longest, len(chosen)).tolist()
+    cut = [text[start : start + prompt] for start, (prompt, _) in zip(starts, chosen, strict=True)]
+    requests = [({"prompt_token_ids": tokens}, output) for tokens, (_, output) in zip(cut, chosen, strict=True)]
     return requests, trace.is_statistics
 
 
@@ -94,11 +98,9 @@ def serve(
         log = str(Path(folder) / "run.log")
         llm = LLM(MODEL, EngineConfig(event_log=log, seed=seed, **{**shape, **engine_fields}))
         engine = llm.engine
-        vocab_size = engine.model_config.vocab_size
-        requests, are_statistics = scaled_requests(
-            workload, lengths_from, num_requests, shrink, seed, longest, vocab_size
-        )
-        prefix = np.random.default_rng(seed + 1).integers(*token_range(vocab_size), shared_prefix).tolist()
+        text = engine.tokenizer.encode((OWN_FOLDER.parent / "LICENSE").read_text(encoding="utf-8"))
+        requests, are_statistics = scaled_requests(workload, lengths_from, num_requests, shrink, seed, longest, text)
+        prefix = text[:shared_prefix]
         requests = [({"prompt_token_ids": prefix + p["prompt_token_ids"]}, tokens) for p, tokens in requests]
         outputs, seconds = _run(engine, requests, n, beam_width)
         metrics = LogMetrics()

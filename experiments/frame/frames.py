@@ -31,7 +31,7 @@ def figure_of(records: pd.DataFrame, column: str, **values: Any) -> float | None
     rows = rows_where(records, **values)
     if len(rows) > 1:
         raise ValueError(f"{len(rows)} records have {values}; one must be asked for")
-    value = rows[0][column] if rows else None
+    value = rows[0].get(column) if rows else None
     return None if value is None or value != value else float(value)  # pandas has NaN for what is not there
 
 
