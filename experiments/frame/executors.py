@@ -58,15 +58,8 @@ class _Worker:
         context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
         self.pipe, theirs = context.Pipe()
         self.process: BaseProcess = context.Process(target=_serve, args=(theirs,), daemon=True)
-        # A Ctrl-C in the terminal goes to all processes, and is for the parent alone: the child inherits a mask, which
-        # the resource tracker lifts when it begins.
-        resource_tracker.ensure_running()
-        before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
-        try:
-            self.process.start()
-        finally:
-            theirs.close()
-            signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        self.process.start()
+        theirs.close()
         self.task: Task | None = None
         self._begun = 0.0
 
@@ -113,6 +106,25 @@ def _serve(pipe: connection.Connection) -> None:
         return
 
 
+@contextmanager
+def _uninterrupted() -> Iterator[None]:
+    """A Ctrl-C waits; processes that are begun meanwhile never see one.
+
+    A terminal sends it to all processes, and it is for the parent alone, who ends them.
+    """
+    came: list[Any] = []
+    resource_tracker.ensure_running()  # which lifts the mask when it begins
+    handler = signal.signal(signal.SIGINT, lambda *_: came.append(_))  # the mask is not one of other threads
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # children inherit it
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if came:
+        signal.raise_signal(signal.SIGINT)
+
+
 class LocalExecutor:
     """So many processes of this machine, each of which runs one task after another.
 
@@ -138,8 +150,9 @@ class LocalExecutor:
             self._workers.remove(dead)
             dead.end()
         if not idle:
-            idle = [_Worker()]
-            self._workers += idle
+            with _uninterrupted():
+                idle = [_Worker()]
+                self._workers += idle
         idle[0].start(task)
 
     def wait(self, timeout: float) -> list[Done]:

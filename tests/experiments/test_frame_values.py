@@ -232,9 +232,7 @@ def test_new_experiment_needs_one_file(lab: Any, capsys: pytest.CaptureFixture[s
 def test_bad_file_leaves_the_others_usable(
     lab: Any, capsys: pytest.CaptureFixture[str], before: str, after: str, message: str
 ) -> None:
-    source = (lab.folder / "squares.py").read_text()
-    assert before in source
-    lab.write("bad", source.replace(before, after, 1))
+    lab.edit(before, after, "bad")
     experiments, wrong = find_all()
     assert [each.name for each in experiments] == ["squares"]
     assert len(wrong) == 1 and message in wrong[0]
@@ -290,8 +288,7 @@ def test_relative_folder_means_the_same_elsewhere(lab: Any, monkeypatch: pytest.
 
 
 def test_cpu_set_has_each_configuration_once(lab: Any) -> None:
-    source = (lab.folder / "squares.py").read_text().replace("Config(3)]", "Config(3), Config(2, factor=1)]")
-    lab.write("twice", source)
+    lab.edit("Config(3)]", "Config(3), Config(2, factor=1)]", "twice")
     assert [config.number for config in find_experiment("twice").cpu_set] == [1, 2, 3]
 
 
