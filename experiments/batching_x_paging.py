@@ -75,7 +75,6 @@ def run(config: Config) -> Iterable[dict[str, Any]]:
             num_requests=12,
             shrink=4,
             seed=config.seed,
-            num_blocks=40,
             allocator=allocator,
             batching=config.batching,
             max_num_seqs=sizes.get((config.batching, config.memory), 12),

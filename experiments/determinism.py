@@ -90,57 +90,67 @@ def _tokens(config: Config) -> Iterable[dict[str, Any]]:
         "sampled": SamplingParams(n=2, temperature=1.0, top_p=0.95, seed=config.seed + 7, **common),
         "beams": BeamSearchParams(beam_width=3, **common),
     }
+    engine = _engine(config)
     for kind, params in kinds.items():
         if config.variation == "alone":
-            found = [tokens for prompt in PROMPTS for tokens in _answers(config, [prompt], params)]
+            found = [tokens for prompt in PROMPTS for tokens in _serve(engine, [prompt], params)]
+        elif config.variation == "restored":
+            found, engine = _serve_restored(engine, params)
         else:
-            found = _answers(config, list(PROMPTS), params)
+            found = _serve(engine, list(PROMPTS), params)
         digest = hashlib.sha256(repr(found).encode()).hexdigest()
         yield {"kind": kind, "tokens_sha256": digest, "output_tokens": sum(map(len, found))}
 
 
-def _answers(config: Config, prompts: list[str], params: Any) -> list[list[int]]:
-    """The tokens of all samples or beams of each prompt."""
-    from experiments.frame.engine import MODEL
+def _engine(config: Config) -> Engine:
+    """An engine in which one thing is different."""
+    from experiments.frame.engine import MODEL, SHAPE
     from pagedjax import LLM, EngineConfig
+    from pagedjax.faults import preempt_every
 
-    fields: dict[str, Any] = {"num_blocks": 64, "max_num_seqs": 12, "max_num_batched_tokens": 64, "max_model_len": 128}
-    match config.variation:
-        case "chunks of 8":
-            fields["max_num_batched_tokens"] = 12  # of which decodes take their part first
-        case "no overlap":
-            fields["overlap"] = False
-        case "recompute":
-            fields["preemption"] = "recompute"
-        case "swap":
-            fields |= {"preemption": "swap", "swap_space": 64 << 20}
-        case "prefix cache":
-            fields["enable_prefix_caching"] = True
-    engine = LLM(MODEL, EngineConfig(seed=config.seed, **fields)).engine
+    fields: dict[str, Any] = {
+        "chunks of 8": {"max_num_batched_tokens": 12},  # of which decodes take their part first
+        "no overlap": {"overlap": False},
+        "recompute": {"preemption": "recompute"},
+        "swap": {"preemption": "swap", "swap_space": 64 << 20},
+        "prefix cache": {"enable_prefix_caching": True},  # later requests find what earlier ones have left
+    }.get(config.variation, {})
+    engine = LLM(MODEL, EngineConfig(seed=config.seed, **{**SHAPE, **fields})).engine
     if config.variation in ("recompute", "swap"):
-        from pagedjax.faults import preempt_every
-
         preempt_every(engine, 5)
-    if config.variation == "prefix cache":  # what others have left there
-        _serve(engine, prompts, params)
     if config.variation == "scrambled blocks":
         _scramble(engine)
-    return _serve(engine, prompts, params, restores=config.variation == "restored")
+    return engine
 
 
-def _serve(engine: Engine, prompts: list[str], params: Any, restores: bool = False) -> list[list[int]]:
+def _serve(engine: Engine, prompts: list[str], params: Any) -> list[list[int]]:
+    """The tokens of all samples or beams of each prompt."""
+    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    return _tokens_of(ids, _outputs(engine))
+
+
+def _serve_restored(engine: Engine, params: Any) -> tuple[list[list[int]], Engine]:
+    """The same, with the engine saved after six steps, and another one going on; and that one."""
     from pagedjax.engine import Engine
 
-    ids = [engine.add_request(prompt, params) for prompt in prompts]
+    ids = [engine.add_request(prompt, params) for prompt in PROMPTS]
+    final = _outputs(engine, 6)
+    with tempfile.TemporaryDirectory() as folder:
+        engine.save(Path(folder) / "snapshot")
+        other = Engine.restore(Path(folder) / "snapshot")
+    return _tokens_of(ids, final | _outputs(other)), other
+
+
+def _outputs(engine: Engine, steps: int | None = None) -> dict[str, Any]:
+    """Those that have ended within so many steps, by request."""
     final: dict[str, Any] = {}
-    steps = 0
-    while engine.has_unfinished():
+    while engine.has_unfinished() and steps != 0:
         final |= {output.request_id: output for output in engine.step() if output.finished}
-        steps += 1
-        if restores and steps == 6:
-            with tempfile.TemporaryDirectory() as folder:
-                engine.save(Path(folder) / "snapshot")
-                engine = Engine.restore(Path(folder) / "snapshot")
+        steps = None if steps is None else steps - 1
+    return final
+
+
+def _tokens_of(ids: list[str], final: dict[str, Any]) -> list[list[int]]:
     return [list(sample.token_ids) for name in ids for sample in final[name].outputs]
 
 

@@ -71,10 +71,8 @@ def run(config: Config) -> Iterable[dict[str, Any]]:
             shrink=4,
             seed=config.seed,
             n=config.n,
-            num_blocks=40,
             preemption=config.preemption,
             swap_space=0 if config.preemption == "recompute" else 64 << 20,
-            max_num_seqs=12,
         )
         return
     fields: dict[str, Any] = {"workload": config.workload, "duration": config.duration, "seed": config.seed}

@@ -86,8 +86,6 @@ def run(config: Config) -> Iterable[dict[str, Any]]:
             lengths_from=config.lengths,
             num_requests=8,
             shrink=1,
-            num_blocks=192,
-            max_num_seqs=12,
             seed=config.seed,
             n=1 if beam else config.size,
             beam_width=config.size if beam else 0,

@@ -117,7 +117,7 @@ def _moves(block_size: int) -> tuple[int, int]:
     number = TOKENS // block_size
     allocator = PagedAllocator(CacheConfig(block_size, 2 * number + 2, 0.0, num_host_blocks=number))
     request = RequestMaker().make(0, TraceRow(TOKENS, 1), 0.0)
-    seq = Sequence(0, request, token_ids=list(request.prompt_token_ids))
+    seq = Sequence(0, request, token_ids=list(request.prompt_token_ids), num_computed=TOKENS)
     allocator.admit([seq], alone=True)
     out = allocator.swap_out([seq])
     back = allocator.swap_in([seq], alone=True)

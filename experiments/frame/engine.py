@@ -27,6 +27,9 @@ from pagedjax.sim.traces import open_trace
 
 MODEL = "smollm2-135m"
 
+SHAPE = {"num_blocks": 40, "max_num_seqs": 12, "max_num_batched_tokens": 64, "max_model_len": 256}
+"""One for all where it can be, so that its programs are compiled once and then found in JAX's persistent cache."""
+
 _KEPT = (
     "token_states",
     "reserved",
@@ -76,7 +79,7 @@ def serve(
     seed: int = 0,
     n: int = 1,
     beam_width: int = 0,
-    longest: int = 256,
+    longest: int = 160,
     shared_prefix: int = 0,
     **engine_fields: Any,
 ) -> dict[str, Any]:
@@ -88,15 +91,9 @@ def serve(
         shared_prefix: tokens that all prompts begin with beside their own.
         engine_fields: of `EngineConfig`.
     """
-    shape = {
-        "num_blocks": 96,
-        "max_num_seqs": 8,
-        "max_num_batched_tokens": 64,
-        "max_model_len": longest + shared_prefix,
-    }
     with tempfile.TemporaryDirectory() as folder:
         log = str(Path(folder) / "run.log")
-        llm = LLM(MODEL, EngineConfig(event_log=log, seed=seed, **{**shape, **engine_fields}))
+        llm = LLM(MODEL, EngineConfig(event_log=log, seed=seed, **{**SHAPE, **engine_fields}))
         engine = llm.engine
         text = engine.tokenizer.encode((OWN_FOLDER.parent / "LICENSE").read_text(encoding="utf-8"))
         requests, are_statistics = scaled_requests(workload, lengths_from, num_requests, shrink, seed, longest, text)
