@@ -11,13 +11,14 @@ from pathlib import Path
 
 from experiments.frame.executors import executor
 from experiments.frame.experiment import (
+    FOLDERS_VARIABLE,
     OWN_FOLDER,
     Experiment,
     find_all,
     find_experiment,
 )
 from experiments.frame.lengths import find_data
-from experiments.frame.store import Store, default_store
+from experiments.frame.store import STORE_VARIABLE, Store, default_store
 from experiments.frame.sweep import Sweep, Tally
 from experiments.frame.tasks import Task
 from experiments.frame.values import keys_of, kind_name, make_configs, parse_seeds, parse_settings, parse_sweeps
@@ -49,7 +50,11 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="python -m experiments", description="The paper's experiments, and sweeps.")
+    parser = argparse.ArgumentParser(
+        prog="python -m experiments",
+        description="The paper's experiments, and sweeps.",
+        epilog=f"{FOLDERS_VARIABLE} names more folders of experiments, {STORE_VARIABLE} the folder of the results.",
+    )
     commands = parser.add_subparsers(required=True, metavar="COMMAND")
 
     command = commands.add_parser("list", help="the experiments, or one with its keys")

@@ -17,7 +17,7 @@ from types import ModuleType
 from typing import Any
 
 from experiments.frame.claims import Claim
-from experiments.frame.values import keys_of, nearest, said
+from experiments.frame.values import keys_of, nearest, plain_values, said
 from pagedjax.cli.flags import attribute_texts
 from pagedjax.errors import ConfigError
 from pagedjax.scalars import shown
@@ -180,6 +180,11 @@ def _faults(module: Any) -> Iterator[str]:
         yield "its CPU_SET is no list"
     if others := [config for config in module.CPU_SET if not isinstance(config, config_class)]:
         yield f"its CPU_SET has {shown(others[0])}, which is no Config"
+    for config in module.CPU_SET:
+        try:
+            plain_values(config)
+        except ConfigError as error:
+            yield f"its CPU_SET has {error}"
     timed = getattr(module, "TIMED", ())
     if not isinstance(timed, (list, tuple)) or not all(isinstance(column, str) for column in timed):
         yield "its TIMED is no list of columns"

@@ -61,6 +61,7 @@ class Sweep:
                     if executor.busy:
                         for task, outcome in executor.wait(_POLL_SECONDS):
                             self._take(task, outcome, bar)
+                        bar.refresh()
                     else:
                         time.sleep(_POLL_SECONDS)  # others run all that is left
             finally:
@@ -125,6 +126,10 @@ class _Bar:
 
     def __exit__(self, *error: object) -> None:
         self._bar.close()
+
+    def refresh(self) -> None:
+        """Shows that time goes by."""
+        self._bar.refresh()
 
     def found(self) -> None:
         self._left -= 1

@@ -164,7 +164,9 @@ def parse_sweeps(config_class: type, sweeps: Iterable[str]) -> dict[str, list[An
         key, texts = split_pair(sweep, "--sweep")
         if key in found:
             raise ConfigError(f"--sweep {key}=... is given twice")
-        values = [parse_value(config_class, key, text.strip()) for text in texts.split(",") if text.strip()]
+        values = (
+            [parse_value(config_class, key, text.strip()) for text in texts.split(",")] if texts.strip(" ,") else []
+        )
         if not values:
             raise ConfigError(f"--sweep {sweep!r} is empty: it must be key=a,b,c with one value at least")
         found[key] = list(dict.fromkeys(values))

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -114,6 +116,16 @@ class Inline:
         return done
 
 
+class Process(subprocess.Popen[str]):
+    """One that a test which fails does not wait for."""
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is not None:
+            with suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+        super().__exit__(*error)
+
+
 class Lab:
     """The folder of experiments, and the store."""
 
@@ -164,9 +176,9 @@ class Lab:
     def command(self, *args: str) -> list[str]:
         return [sys.executable, "-m", "experiments", *args]
 
-    def start(self, *args: str) -> subprocess.Popen[str]:
+    def start(self, *args: str) -> Process:
         """A process of the command line, the leader of its group."""
-        return subprocess.Popen(
+        return Process(
             self.command(*args),
             env=self.environment,
             stdout=subprocess.PIPE,

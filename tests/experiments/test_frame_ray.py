@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Iterator
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -15,18 +16,19 @@ from experiments.frame.sweep import Sweep
 from pagedjax.errors import ConfigError
 
 pytestmark = [pytest.mark.xdist_group("ray")]
+needs_ray = pytest.mark.skipif(find_spec("ray") is None, reason="there is no Ray for this Python")
 
 
 @pytest.fixture(scope="module")
 def cluster() -> Iterator[RayExecutor]:
     """One that the executor begins itself."""
-    pytest.importorskip("ray")
     with warnings.catch_warnings(), executor("ray", jobs=2, address=None) as made:
-        warnings.simplefilter("ignore", ResourceWarning)  # Ray's own, of its log files
+        warnings.simplefilter("ignore")  # Ray's own, such as of its log files
         assert isinstance(made, RayExecutor)
         yield made
 
 
+@needs_ray
 def test_failing_tasks_and_good_ones(lab: Any, cluster: RayExecutor, tmp_path: Path) -> None:
     """An error; a task that kills its process; one that ends it; and records that are a local sweep's."""
     tasks = [lab.task(number=number, what=what) for what in ("raise", "die", "exit", "fine") for number in (2, 3)]
@@ -47,6 +49,7 @@ def test_failing_tasks_and_good_ones(lab: Any, cluster: RayExecutor, tmp_path: P
     assert lab.records() == far and len(far) == 2
 
 
+@needs_ray
 def test_command_line_joins_a_cluster(lab: Any, cluster: RayExecutor) -> None:
     address = cluster._ray.get_runtime_context().gcs_address
     done = lab.shell("run", "squares", "--seeds", "0..1", "--executor", "ray", "--address", address, "--jobs", "2")
@@ -55,6 +58,7 @@ def test_command_line_joins_a_cluster(lab: Any, cluster: RayExecutor) -> None:
     assert sorted(values["seed"] for values, _ in lab.records().values()) == [0, 1]
 
 
+@needs_ray
 @pytest.mark.parametrize("address", ["127.0.0.1:1", "no.such.host.invalid:6379", "nonsense"])
 def test_unreachable_address(lab: Any, address: str) -> None:
     """Said at once; in a process of its own, as Ray has one cluster a process."""

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import io
 import os
 import random
 import re
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +32,13 @@ def lines_of(process: subprocess.Popen[str], number: int) -> list[str]:
 
 def descendants(process: subprocess.Popen[str]) -> list[psutil.Process]:
     return psutil.Process(process.pid).children(recursive=True)
+
+
+def kill(processes: list[psutil.Process]) -> None:
+    """Those that a test which fails left behind."""
+    for process in processes:
+        with suppress(psutil.NoSuchProcess):
+            process.kill()
 
 
 def wait_until(happened: Callable[[], bool]) -> None:
@@ -84,21 +94,24 @@ def test_sweep_that_is_killed_ten_times(lab: Any, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("how", ["Ctrl-C", "kill -INT", "kill -TERM", "kill -KILL"])
-def test_processes_end_with_their_parent(lab: Any, how: str) -> None:
+def test_processes_end_with_their_parent(lab: Any, request: pytest.FixtureRequest, how: str) -> None:
     """A terminal sends its Ctrl-C to all processes."""
     args = ("run", "squares", "--sweep", "number=1,2", "--sweep", "what=fine,sleep", "--jobs", "2")
     with lab.start(*args) as process:
         assert process.stdout is not None
         lines_of(process, 2)  # the others sleep
         children = descendants(process)
+        request.addfinalizer(lambda: kill(children))
         number = getattr(signal, f"SIG{how[6:]}", signal.SIGINT)
         os.killpg(process.pid, number) if how == "Ctrl-C" else process.send_signal(number)
-        output, complaint = process.communicate(timeout=DEADLINE)
+        process.wait(DEADLINE)
+        _, alive = psutil.wait_procs(children, timeout=DEADLINE)
+        assert len(children) >= 2 and not alive
+        output, complaint = process.communicate()
     interrupted = number == signal.SIGINT
     assert process.returncode == (130 if interrupted else -number)
     assert complaint == ("interrupted: what is finished is kept, and the same command goes on\n" if interrupted else "")
     assert "Traceback" not in output
-    assert len(children) >= 2 and not psutil.wait_procs(children, timeout=DEADLINE)[1]
     assert sorted(values["number"] for values, _ in lab.records().values()) == [1, 2]
 
 
@@ -213,6 +226,17 @@ def test_progress_without_a_terminal(lab: Any, capsys: pytest.CaptureFixture[str
         output.out,
     )
     assert output.err == ""
+
+
+def test_progress_on_a_terminal(lab: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    terminal = io.StringIO()
+    monkeypatch.setattr(terminal, "isatty", lambda: True, raising=False)
+    monkeypatch.setattr(sys, "stderr", terminal)
+    lab.sweep(*(lab.task(number=number) for number in (1, 2)), lab.task(what="raise"))
+    bars = terminal.getvalue().replace("\r", "\n")
+    assert re.search(r"^ *33%\|.*\| 1/3 \[\d\d:\d\d<\d\d:\d\d", bars, re.M)  # with the time left
+    assert re.search(r"^failed: squares what=raise: RuntimeError: no square of 1 and a second line$", bars, re.M)
+    assert capsys.readouterr().out == ""
 
 
 def test_profile(lab: Any) -> None:

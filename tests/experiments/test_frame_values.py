@@ -92,6 +92,12 @@ def test_sweep_has_each_value_once_in_the_order_given() -> None:
     }
 
 
+def test_sweep_leaves_no_value_out() -> None:
+    with pytest.raises(ConfigError, match="block_size='' is not allowed"):
+        parse_sweeps(Config, ["block_size=8,,16"])
+    assert parse_sweeps(Config, ["trace=,alpaca"]) == {"trace": ["", "alpaca"]}
+
+
 @pytest.mark.parametrize("sweep", ["rate=", "rate=,", "rate= , "])
 def test_empty_sweep(sweep: str) -> None:
     with pytest.raises(ConfigError, match="is empty"):
@@ -222,12 +228,26 @@ def test_new_experiment_needs_one_file(lab: Any, capsys: pytest.CaptureFixture[s
         ("frozen=True", "", "bad.py is no experiment: its Config is no frozen dataclass"),
         ("Config(3)]", "3]", "bad.py is no experiment: its CPU_SET has 3, which is no Config"),
         ("CPU_SET = [Config(1), Config(2), Config(3)]", "CPU_SET = 3", "its CPU_SET is no list"),
+        ("Config(3)]", "Config(factor=float('inf'))]", "its CPU_SET has factor=inf is not allowed"),
         ("def claims", "TIMED = 'result'\ndef claims", "its TIMED is no list of columns"),
         ("def claims", "plot = 3\ndef claims", "its plot is no function"),
         ("        number: to be squared.\n", "", "bad.py says nothing of the keys number"),
         ('"""Squares of numbers: what they are."""', "", "bad.py says nothing of what it is"),
     ],
-    ids=["syntax", "import", "exit", "part", "frozen", "member", "set", "timed", "function", "key", "title"],
+    ids=[
+        "syntax",
+        "import",
+        "exit",
+        "part",
+        "frozen",
+        "member",
+        "set",
+        "infinite",
+        "timed",
+        "function",
+        "key",
+        "title",
+    ],
 )
 def test_bad_file_leaves_the_others_usable(
     lab: Any, capsys: pytest.CaptureFixture[str], before: str, after: str, message: str
@@ -265,6 +285,14 @@ def test_two_of_one_name(lab: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert find_experiment("cubes").path == other / "cubes.py"
     experiments, wrong = find_all()
     assert [each.name for each in experiments] == ["cubes"] and len(wrong) == 1
+
+
+@pytest.mark.parametrize("command", ["list", "run", "reproduce", "report", "compare"])
+def test_help(lab: Any, capsys: pytest.CaptureFixture[str], command: str) -> None:
+    with pytest.raises(SystemExit) as caught:
+        lab.main(command, "--help")
+    assert caught.value.code == 0
+    assert f"usage: python -m experiments {command}" in capsys.readouterr().out
 
 
 def test_unknown_experiment(lab: Any) -> None:
