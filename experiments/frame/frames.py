@@ -18,7 +18,9 @@ def to_frame(recorded: Iterable[Recorded]) -> pd.DataFrame:
 
 def rows_where(records: pd.DataFrame, **values: Any) -> list[dict[str, Any]]:
     """The records that have these values in these columns, as they were; a column that is not there has none."""
-    rows: list[dict[str, Any]] = records.to_dict("records")  # type: ignore[call-overload]
+    found: list[dict[str, Any]] = records.to_dict("records")  # type: ignore[call-overload]
+    # pandas has NaN for what is not there
+    rows = [{name: None if value != value else value for name, value in row.items()} for row in found]
     return [row for row in rows if all(row.get(name) == value for name, value in values.items())]
 
 
@@ -32,7 +34,7 @@ def figure_of(records: pd.DataFrame, column: str, **values: Any) -> float | None
     if len(rows) > 1:
         raise ValueError(f"{len(rows)} records have {values}; one must be asked for")
     value = rows[0].get(column) if rows else None
-    return None if value is None or value != value else float(value)  # pandas has NaN for what is not there
+    return None if value is None else float(value)
 
 
 def ratio(one: float | None, other: float | None) -> float | None:
