@@ -91,7 +91,7 @@ def git_state(file: Path) -> dict[str, Any] | None:
     folder = file.resolve().parent
 
     def git(*args: str) -> str:
-        command = ["git", "-C", str(folder), *args]
+        command = ["git", "--no-optional-locks", "-C", str(folder), *args]  # many may ask at the same time
         return subprocess.run(command, capture_output=True, text=True, check=True, timeout=30).stdout.strip()
 
     try:

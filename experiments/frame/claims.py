@@ -9,6 +9,8 @@ REPRODUCED = "reproduced"
 NOT_REPRODUCED = "not reproduced"
 NEEDS_ACCELERATOR = "needs an accelerator"
 NO_RECORDS = "no records"
+HOLDS = "holds"
+DOES_NOT_HOLD = "does not hold"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,13 +46,16 @@ class Claim:
 
     @property
     def verdict(self) -> str:
-        """One of the four above."""
+        """One of those above: what neither the paper nor the seed says can only hold, or not."""
         if self.ours is None or math.isnan(self.ours):
             return NEEDS_ACCELERATOR if self.needs_accelerator else NO_RECORDS
         if self.needs_accelerator:
             return NEEDS_ACCELERATOR
         above = self.low is None or self.ours >= self.low
-        return REPRODUCED if above and (self.high is None or self.ours <= self.high) else NOT_REPRODUCED
+        ok = above and (self.high is None or self.ours <= self.high)
+        if self.paper is None and self.seed is None:
+            return HOLDS if ok else DOES_NOT_HOLD
+        return REPRODUCED if ok else NOT_REPRODUCED
 
     @property
     def accepted(self) -> str:

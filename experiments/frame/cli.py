@@ -105,9 +105,8 @@ def _add_results(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--results",
         type=Path,
-        default=RESULTS,
         metavar="FOLDER",
-        help="where REPORT.md goes (default: experiments/results)",
+        help="where REPORT.md goes (default: experiments/results; with --only, none is written)",
     )
 
 
@@ -181,18 +180,21 @@ def _run(args: argparse.Namespace) -> int:
 def _reproduce(args: argparse.Namespace) -> int:
     found, wrong = find_all() if args.only is None else (list(map(find_experiment, dict.fromkeys(args.only))), [])
     tally = _run_all(args, _store(args), [(each, config) for each in found for config in each.cpu_set])
-    return max(_write_report(found, wrong, args), 1 if tally.failed else 0)
+    folder = args.results or (RESULTS if args.only is None else None)  # a part does not take the place of the whole
+    return max(_show_report(found, wrong, _store(args), folder), 1 if tally.failed else 0)
 
 
 def _report(args: argparse.Namespace) -> int:
-    return _write_report(*find_all(), args)
+    return _show_report(*find_all(), _store(args), args.results or RESULTS)
 
 
-def _write_report(found: Sequence[Experiment], wrong: Sequence[str], args: argparse.Namespace) -> int:
-    """Writes it, prints its claims, and says what is wrong with files and records."""
-    from experiments.frame.report import write_report
+def _show_report(found: Sequence[Experiment], wrong: Sequence[str], store: Store, folder: Path | None) -> int:
+    """Prints its claims, writes it if there is a folder for it, and says what is wrong with files and records."""
+    from experiments.frame.report import Section, write_report
 
-    sections = write_report(found, _store(args), args.results)
+    sections = [Section.of(experiment, store) for experiment in found]
+    if folder is not None:
+        write_report(sections, folder)
     rows = [
         {
             "claim": claim.text,
@@ -205,7 +207,8 @@ def _write_report(found: Sequence[Experiment], wrong: Sequence[str], args: argpa
         for claim in section.claims
     ]
     print(format_table(rows) if rows else "no claims")
-    print(f"report: {args.results / 'REPORT.md'}")
+    if folder is not None:
+        print(f"report: {folder / 'REPORT.md'}")
     missing = sum(len(section.missing) for section in sections)
     if missing:
         print(f"{missing} configurations have no records: the report says which, and why")

@@ -95,6 +95,7 @@ def serve(
         log = str(Path(folder) / "run.log")
         llm = LLM(MODEL, EngineConfig(event_log=log, seed=seed, **{**SHAPE, **engine_fields}))
         engine = llm.engine
+        assert engine.tokenizer is not None
         text = engine.tokenizer.encode((OWN_FOLDER.parent / "LICENSE").read_text(encoding="utf-8"))
         requests, are_statistics = scaled_requests(workload, lengths_from, num_requests, shrink, seed, longest, text)
         prefix = text[:shared_prefix]

@@ -82,6 +82,10 @@ class _Worker:
             return failure(task, error, error + "\n", time.perf_counter() - self._begun)
 
     def end(self) -> None:
+        if self.task is None:  # it waits, and can clear up after itself
+            with suppress(OSError):
+                self.pipe.send(None)
+                self.process.join(_END_SECONDS)
         self.process.kill()  # an experiment may have its own idea of SIGTERM
         self.process.join()
         self.process.close()
@@ -101,6 +105,8 @@ def _serve(pipe: connection.Connection) -> None:
     try:
         while True:
             task = pipe.recv()
+            if task is None:
+                return
             pipe.send(execute(task))
     except (EOFError, OSError):  # the parent has gone
         return

@@ -11,9 +11,14 @@ Recorded = tuple[dict[str, Any], list[dict[str, Any]]]
 """A configuration, and its records."""
 
 
-def to_frame(recorded: Iterable[Recorded]) -> pd.DataFrame:
-    """A record's own value goes before that of the configuration's field of the same name."""
-    return pd.DataFrame([{**config, **record} for config, records in recorded for record in records])
+def to_frame(recorded: Iterable[Recorded], keys: Iterable[str] = ()) -> pd.DataFrame:
+    """A record's own value goes before that of the configuration's field of the same name.
+
+    Args:
+        keys: of the configuration, which are columns even if there are no records.
+    """
+    rows = [{**config, **record} for config, records in recorded for record in records]
+    return pd.DataFrame(rows) if rows else pd.DataFrame(columns=list(keys))
 
 
 def rows_where(records: pd.DataFrame, **values: Any) -> list[dict[str, Any]]:

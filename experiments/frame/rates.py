@@ -14,7 +14,7 @@ def draw_latencies(axes: Any, records: pd.DataFrame, *, names: dict[str, str] = 
     """A line a system, named above where it crosses the bound: slow ones on the right, fast ones on the left."""
     knees: list[tuple[float, str]] = []
     for system in SYSTEMS:
-        rows = records[records["system"] == system]
+        rows: Any = records[records["system"] == system]
         if rows.empty:
             continue
         rows = rows[rows["latency_s"].notna()].sort_values("rate")

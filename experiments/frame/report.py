@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gzip
 import html
+import json
 import os
 from collections import Counter
 from collections.abc import Iterable, Sequence
@@ -12,13 +14,15 @@ from typing import Any
 
 from experiments.frame.claims import NOT_REPRODUCED, Claim
 from experiments.frame.experiment import Experiment
-from experiments.frame.frames import to_frame
+from experiments.frame.frames import Recorded, to_frame
 from experiments.frame.plots import drawn
 from experiments.frame.runs import DamagedRun, Run
 from experiments.frame.store import Store
 from experiments.frame.tasks import Task
-from experiments.frame.values import said
+from experiments.frame.values import keys_of, said
 from pagedjax.errors import PagedJaxError
+
+RECORDS_FILE = "records.json.gz"
 
 _COLUMNS = ("claim", "where", "paper", "seed", "ours", "accepted", "verdict", "how", "lengths")
 
@@ -29,6 +33,7 @@ class Section:
 
     Attributes:
         runs: manifests of its CPU set's runs, as far as they are finished.
+        recorded: their configurations and records.
         missing: the others, and why.
         notes: of the records.
         claims: from the records.
@@ -38,6 +43,7 @@ class Section:
 
     experiment: Experiment
     runs: list[dict[str, Any]] = field(default_factory=list)
+    recorded: list[Recorded] = field(default_factory=list)
     missing: list[tuple[Task, str]] = field(default_factory=list)
     notes: set[str] = field(default_factory=set)
     claims: list[Claim] = field(default_factory=list)
@@ -47,21 +53,23 @@ class Section:
     @classmethod
     def of(cls, experiment: Experiment, store: Store) -> Section:
         """What the store has."""
-        section, recorded = cls(experiment), []
+        section = cls(experiment)
         for config in experiment.cpu_set:
             task = Task.of(experiment, config)
             try:
                 run = store.run_of(task)
                 if run is not None and run.is_finished:
-                    recorded.append((run.values, run.records()))
+                    section.recorded.append((run.values, run.records()))
                     section.runs.append(run.manifest)
                 else:
                     section.missing.append((task, _why(run)))
             except DamagedRun as error:
                 section.missing.append((task, str(error)))
                 section.problems.append(f"{experiment.name} {task.label}: {error}")
-        section.notes.update(str(note) for _, records in recorded for each in records if (note := each.get("note")))
-        section._evaluate(to_frame(recorded))
+        section.notes.update(
+            str(note) for _, records in section.recorded for each in records if (note := each.get("note"))
+        )
+        section._evaluate(to_frame(section.recorded, keys_of(experiment.config_class)))
         return section
 
     def _evaluate(self, records: Any) -> None:
@@ -94,22 +102,27 @@ def _checked(claims: list[Claim]) -> list[Claim]:
     return claims
 
 
-def write_report(experiments: Sequence[Experiment], store: Store, folder: Path) -> list[Section]:
-    """Writes REPORT.md and the figures into a folder; gives what they were made of.
+def write_report(sections: Sequence[Section], folder: Path) -> None:
+    """Writes REPORT.md, its figures, and the records that it was made of into a folder.
 
     Raises:
         PagedJaxError: the folder cannot be written.
     """
-    sections = [Section.of(experiment, store) for experiment in experiments]
     try:
         (folder / "figures").mkdir(parents=True, exist_ok=True)
         for section in sections:
             for name, data in section.figures.items():
                 _write(folder / "figures" / name, data)
+        _write(folder / RECORDS_FILE, _packed(sections))
         _write(folder / "REPORT.md", ("\n".join(_lines(sections)) + "\n").encode())
     except OSError as error:
         raise PagedJaxError(f"the report cannot be written into {folder} ({error.strerror or error})") from error
-    return sections
+
+
+def _packed(sections: Sequence[Section]) -> bytes:
+    """All records with their configurations, by experiment: what claims and figures can be made of again."""
+    records = {section.experiment.name: section.recorded for section in sections}
+    return gzip.compress(json.dumps(records, separators=(",", ":")).encode(), mtime=0)
 
 
 def _write(path: Path, data: bytes) -> None:

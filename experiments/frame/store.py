@@ -19,6 +19,7 @@ from experiments.frame.runs import (
     MANIFEST,
     OLD,
     RECORDS,
+    DamagedRun,
     Run,
     StoreError,
     in_order,
@@ -31,7 +32,7 @@ from experiments.frame.tasks import Outcome, Task
 FORMAT = 1
 STORE_VARIABLE = "PAGEDJAX_STORE"
 
-_STORE_FILE, _PART = "store.json", ".part-"
+_STORE_FILE, _PART, _FAILED = "store.json", ".part-", ".failed-"
 
 
 def default_store() -> Path:
@@ -125,10 +126,14 @@ class Store:
     def put(self, task: Task, outcome: Outcome) -> Path:
         """Puts a task's outcome in place of what was there, at once. To be called with the task's lock held.
 
+        A failure takes no finished run's place: it is put beside it, into the hidden folder that is returned.
+
         Raises:
             StoreError: it cannot be written; what was there is still there.
         """
         final = self._path_of(task)
+        if outcome.failed and self._is_finished(task):
+            final = final.with_name(f"{_FAILED}{task.hash}")
         part = final.with_name(f"{_PART}{task.hash}")
         with _storing(self.path):
             try:
@@ -146,6 +151,13 @@ class Store:
                 shutil.rmtree(part, ignore_errors=True)
                 raise
         return final
+
+    def _is_finished(self, task: Task) -> bool:
+        try:
+            run = self.run_of(task)
+        except DamagedRun:
+            return False
+        return run is not None and run.is_finished
 
     def _replace(self, part: Path, final: Path) -> None:
         old = old_of(final)

@@ -105,10 +105,10 @@ class Sweep:
         bar.found()
 
     def _take(self, task: Task, outcome: Outcome, bar: _Bar) -> None:
-        self._store.put(task, outcome)
+        folder = self._store.put(task, outcome)
         self._locks.pop(task.hash).release()
         if outcome.failed:
-            self.tally.failed.append((task, f"{outcome.manifest['error']} (traceback.txt in its folder says where)"))
+            self.tally.failed.append((task, f"{outcome.manifest['error']} ({folder / 'traceback.txt'} says where)"))
         else:
             self.tally.run.append(task)
         bar.ended(task, outcome)

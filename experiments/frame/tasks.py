@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
 import sys
 import tempfile
 import time
 import traceback
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 from experiments.frame.experiment import Experiment, describe_config, load_experiment, values_hash
@@ -81,10 +84,10 @@ def execute(task: Task) -> Outcome:
     try:
         experiment = load_experiment(Path(task.path))
         begun = time.perf_counter()  # imports are not what an experiment is about
-        with _profiled(task.profile, files):
+        with _profiled(task.profile, files), _told(files):
             lines = [record_line(record) for record in experiment.run(experiment.config_class(**task.values))]
     except (Exception, SystemExit) as error:  # whatever an experiment raises: the others go on
-        return failure(task, said(error), traceback.format_exc(), time.perf_counter() - begun, _device())
+        return failure(task, said(error), traceback.format_exc(), time.perf_counter() - begun, _device(), files)
     seconds = time.perf_counter() - begun
     manifest = _manifest(task, FINISHED, seconds, len(lines), experiment.timed, _device())
     try:
@@ -95,10 +98,17 @@ def execute(task: Task) -> Outcome:
     return Outcome(lines, manifest, files)
 
 
-def failure(task: Task, error: str, trace: str, seconds: float, device: Any = None) -> Outcome:
+def failure(
+    task: Task,
+    error: str,
+    trace: str,
+    seconds: float,
+    device: Any = None,
+    files: Mapping[str, bytes] = MappingProxyType({}),
+) -> Outcome:
     """The outcome of a task that gave no records."""
     manifest = _manifest(task, FAILED, seconds, 0, (), device) | {"error": error}
-    return Outcome([], manifest, {"traceback.txt": trace.encode(errors="backslashreplace")})
+    return Outcome([], manifest, {**files, "traceback.txt": trace.encode(errors="backslashreplace")})
 
 
 def _manifest(
@@ -135,6 +145,18 @@ def _figures(experiment: Experiment, values: dict[str, Any], lines: list[str]) -
     records = to_frame([(values, [json.loads(line) for line in lines])])
     png, svg = drawn(experiment.plot, records, "png", "svg")
     return {"figure.png": png, "figure.svg": svg}
+
+
+@contextmanager
+def _told(files: dict[str, bytes]) -> Iterator[None]:
+    """What is written to stderr (what compiles, warnings) goes into a file, and not between others' progress."""
+    told = io.StringIO()
+    try:
+        with contextlib.redirect_stderr(told):
+            yield
+    finally:
+        if told.getvalue():
+            files["stderr.txt"] = told.getvalue().encode(errors="backslashreplace")
 
 
 @contextmanager

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import json
 from pathlib import Path
 from typing import Any
@@ -40,7 +41,10 @@ def write(lab: Any) -> int:
     ],
 )
 def test_verdict(ours: float | None, low: float | None, high: float | None, needs: bool, verdict: str) -> None:
-    assert Claim("it", "there", ours, low, high, needs_accelerator=needs).verdict == verdict
+    assert Claim("it", "there", ours, low, high, paper="so much", needs_accelerator=needs).verdict == verdict
+    assert Claim("it", "there", ours, low, high, seed="so much", needs_accelerator=needs).verdict == verdict
+    own = {"reproduced": "holds", "not reproduced": "does not hold"}  # nobody has said it but ourselves
+    assert Claim("it", "there", ours, low, high, needs_accelerator=needs).verdict == own.get(verdict, verdict)
 
 
 @pytest.mark.parametrize(
@@ -140,7 +144,9 @@ def test_report_again_is_the_same(lab: Any) -> None:
         write(lab)
         contents.append({path.name: path.read_bytes() for path in lab.results.rglob("*") if path.is_file()})
     assert contents[0] == contents[1]
-    assert contents[0].keys() == {"REPORT.md", "squares.png", "squares.svg", "squares-dark.png"}
+    assert contents[0].keys() == {"REPORT.md", "records.json.gz", "squares.png", "squares.svg", "squares-dark.png"}
+    records = json.loads(gzip.decompress(contents[0]["records.json.gz"]))["squares"]
+    assert [values["number"] for values, _ in records] == [1, 2, 3] and records[2][1][1]["result"] == 9.0
 
 
 def test_title_that_html_would_not_take(lab: Any) -> None:
@@ -189,6 +195,9 @@ def test_reproduce(lab: Any, capsys: pytest.CaptureFixture[str]) -> None:
     output = capsys.readouterr()
     assert "0 run, 3 were finished already" in output.out
     assert report(lab).count("## squares") == 1 and "## timed" not in report(lab)
+    before = report(lab)
+    assert lab.main("reproduce", "--only", "timed", "--jobs", "1") == 0  # a part takes nobody's place unasked
+    assert "REPORT.md" not in capsys.readouterr().out and report(lab) == before
 
 
 def test_reproduce_of_an_unknown_name_runs_nothing(lab: Any, capsys: pytest.CaptureFixture[str]) -> None:

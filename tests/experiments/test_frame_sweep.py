@@ -185,6 +185,21 @@ def test_force_runs_again_what_is_finished(lab: Any, capsys: pytest.CaptureFixtu
     assert identities(lab) != before and lab.records() == records
 
 
+def test_a_failure_takes_no_finished_place(lab: Any) -> None:
+    """What was found before an experiment was broken is still there, and so is where it broke."""
+    task = lab.task()
+    lab.sweep(task)
+    before, records = identities(lab), lab.records()
+    broken = '    print("on the way", file=sys.stderr)\n    raise OSError("broken")\n    for power in (1, 2):'
+    lab.edit("    for power in (1, 2):", broken)
+    done = lab.shell("run", "squares", "--force")
+    assert done.returncode == 1 and "OSError: broken (" in done.stdout and "on the way" not in done.stderr
+    assert identities(lab) == before and lab.records() == records
+    hidden = lab.store_path / "squares" / f".failed-{task.hash}"
+    assert 'raise OSError("broken")' in (hidden / "traceback.txt").read_text()
+    assert (hidden / "stderr.txt").read_text() == "on the way\n"
+
+
 def test_running_again_gives_the_same_bytes(lab: Any) -> None:
     lab.edit(
         "    return Figure((0.1, 0.1))  # most tests are not about figures\n",
