@@ -371,6 +371,8 @@ def _agreement(records: pd.DataFrame, backend: str) -> Claim:
 
 def _elements(records: pd.DataFrame, quantity: str, seq_len: int = 4096, head_dim: int = 128) -> float | None:
     """Of attention to all keys with the default M and dtype; None if there is no such record."""
+    if records.empty:  # its columns are not there then
+        return None
     default = Config()
     found = records[
         (records.quantity == quantity)

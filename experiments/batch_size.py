@@ -82,6 +82,7 @@ def plot(records: pd.DataFrame) -> Figure:
                 fontsize=7,
                 transform=axes.transAxes,
             )
+        axes.margins(y=0.08)
         axes.set(xlabel="requests that run (mean)", ylabel=label, ylim=(0, None), xlim=(0, None))
     return figure
 

@@ -132,6 +132,7 @@ def plot(records: pd.DataFrame) -> Figure:
     by_size = found[found["block_size"] == 16].sort_values("cache_tokens")
     cache.plot(by_size["cache_tokens"] / 1024, 100 * by_size["prefix_hit_rate"], "o-", color=COLOURS["vllm"])
     cache.set_xscale("log", base=2)
+    cache.set_xticks([tokens / 1024 for tokens in TOKENS], [f"{tokens // 1024}" for tokens in TOKENS])
     cache.set(xlabel="size of the pool (1,024 tokens)", ylabel="prompt tokens found (%)", ylim=(0, None))
     by_block = found[found["cache_tokens"] == 262_144].sort_values("block_size")
     blocks.plot(by_block["block_size"], 100 * by_block["prefix_hit_rate"], "o-", color=COLOURS["vllm"])

@@ -396,8 +396,8 @@ def _attention_claims(records: pd.DataFrame) -> list[Claim]:
 
 
 def _block_claims(records: pd.DataFrame) -> list[Claim]:
-    steps = records[records.part == "state"]
-    waste = records[records.part == "waste"]
+    part = records.get("part", records.index)  # without records there is no such column
+    steps, waste = records[part == "state"], records[part == "waste"]
     how = "PagedAllocator"
     return [
         Claim(
