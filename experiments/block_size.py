@@ -86,7 +86,7 @@ def _memory(config: Config) -> dict[str, Any]:
     with simulation("vllm", duration=duration, max_num_seqs=4096, max_num_batched_tokens=8192, **how) as made:
         table = _TableLength(made.warmup, duration)
         full = summary(made, rate, until=duration, on_step=table)
-    with simulation("vllm", duration=300.0, **how) as made:
+    with simulation("vllm", duration=900.0, **how) as made:
         served = summary(made, SERVED[config.workload])
     with simulation("vllm", duration=60.0, shared_prefix=PREFIX, enable_prefix_caching=True, **how) as made:
         cached = summary(made, 1.0)

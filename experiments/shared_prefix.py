@@ -137,7 +137,8 @@ def claims(records: pd.DataFrame) -> list[Claim]:
             leads[shots, reuse] = lead
             low, high = (1.42, 1.92) if shots == 1 else (2.5, None)
             how = f"simulator, prefix read once {'a step' if reuse else 'for each sequence'}"
-            text = f"rate sustained, vllm to orca-oracle, {shots} example{'s' if shots > 1 else ''}"
+            read = ", prefix read once a step" if reuse else ""
+            text = f"rate sustained, vllm to orca-oracle, {shots} example{'s' if shots > 1 else ''}{read}"
             found.append(Claim(text, "Fig. 16", lead, low, high, paper=f"{paper}x", unit="x", how=how, lengths=used))
     growth = ratio(leads[5, False], leads[1, False])
     text = "growth of vllm's lead from 1 example to 5"

@@ -44,6 +44,7 @@ class Config:
         block_size: tokens a block, a power of two.
         preemption: "swap" or "recompute", in serving; the other parts do both.
         copy_seconds: that a copy takes at least.
+        workload: one of the simulator's, or a file, in serving.
         rate: requests a second, in serving.
         duration: seconds in which they come, in serving.
         seed: of arrivals, lengths and prompts.
@@ -54,6 +55,7 @@ class Config:
     block_size: int = 16
     preemption: str = "swap"
     copy_seconds: float = COPY_SECONDS
+    workload: str = "sharegpt"
     rate: float = 2.01
     duration: float = 900.0
     seed: int = 0
@@ -78,7 +80,12 @@ TIMED = ("measured_swap_ms", "measured_recompute_ms", "measured_ratio")
 def run(config: Config) -> Iterable[dict[str, Any]]:
     """One record; of `micro` and `engine` milliseconds, of serving what the simulator sums up."""
     if config.part == "serving":
-        fields = {"block_size": config.block_size, "duration": config.duration, "seed": config.seed}
+        fields = {
+            "workload": config.workload,
+            "block_size": config.block_size,
+            "duration": config.duration,
+            "seed": config.seed,
+        }
         how = {"preemption": config.preemption, "swap_copy_seconds": config.copy_seconds}
         with simulation("vllm", lengths_from=config.lengths, **how, **fields) as made:
             yield summary(made, config.rate)
