@@ -184,7 +184,11 @@ def plot(records: pd.DataFrame) -> Figure:
         axes.set_xscale("log", base=2)
         axes.set_xticks(SIZES, list(map(str, SIZES)))
         axes.minorticks_off()
-        axes.set(xlabel="block size (tokens)", ylabel=label, ylim=(0, None), xlim=(0.8, 900))
+        axes.set(xlabel="block size (tokens)", ylabel=label, xlim=(0.8, 900))
+        if column == "normalized_latency_s":
+            axes.set_yscale("log")
+        else:
+            axes.set_ylim(0, None)
     return figure
 
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 PREFIXES = {1: 80, 5: 341}
 PAPER = {1: 1.67, 5: 3.58}
+READ_ONCE = "#56B4E9"
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,21 +105,13 @@ def plot(records: pd.DataFrame) -> Figure:
     shown = records[records["where"] == "simulator"]
     figure, panels = new_figure(2, height=2.2)
     for axes, shots in zip(panels, PREFIXES, strict=True):
-        rows = shown[(shown["shots"] == shots) & ~shown["reuse_shared"]]
-        draw_latencies(axes, rows)
         once = shown[(shown["shots"] == shots) & shown["reuse_shared"]]
         if len(once):
             once = once.dropna(subset="latency_s").sort_values("rate")
-            axes.plot(once["rate"], once["latency_s"], "--", color="#56B4E9")
-            axes.text(
-                0.98,
-                0.04,
-                f"- - {NAMES['vllm']}, prefix read once a step",
-                color="#56B4E9",
-                ha="right",
-                fontsize=7,
-                transform=axes.transAxes,
-            )
+            axes.plot(once["rate"], once["latency_s"], "--", color=READ_ONCE)
+            name = f"- - {NAMES['vllm']}, prefix\n     read once a step"
+            axes.text(0.03, 0.5, name, color=READ_ONCE, fontsize=7, transform=axes.transAxes)
+        draw_latencies(axes, shown[(shown["shots"] == shots) & ~shown["reuse_shared"]])
         axes.set_title(f"{shots} example{'s' if shots > 1 else ''}, {PREFIXES[shots]} tokens")
     return figure
 

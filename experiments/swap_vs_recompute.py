@@ -236,7 +236,7 @@ def claims(records: pd.DataFrame) -> list[Claim]:
             swap[0] if swap else None,
             90,
             150,
-            paper="below 150 ms",
+            paper="its axis ends at 150 ms",
             unit="ms",
             **known,
         ),

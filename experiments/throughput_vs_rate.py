@@ -91,8 +91,8 @@ def claims(records: pd.DataFrame) -> list[Claim]:
         ours = of(model, workload, "vllm", other)
         found.append(Claim(text, "Fig. 12", ours, low, high, paper=paper, seed=seed, **known))
     for model, workload, low, high, paper in (
-        ("opt-13b", "alpaca", 27.0, 35.0, "ends at 30 or so"),
-        ("opt-66b", "sharegpt", None, 1.2, "ends at 1.0 or so"),
+        ("opt-13b", "alpaca", 27.0, 35.0, "its axis ends at about 30"),
+        ("opt-66b", "sharegpt", None, 1.2, "its axis ends at about 1.0"),
     ):
         text = f"rate sustained, vllm, {model}, {workload}"
         known = {"how": "simulator", "lengths": used[workload], "unit": "req/s"}
