@@ -73,6 +73,7 @@ CPU_SET = [
         for size in sizes
     ),
 ]
+TIMED = ("measured_s", "measured_tokens_per_s")
 
 
 def run(config: Config) -> Iterable[dict[str, Any]]:
@@ -97,6 +98,11 @@ def run(config: Config) -> Iterable[dict[str, Any]]:
     with simulation("vllm", lengths_from=config.lengths, block_size=config.block_size, **size, **fields) as made:
         rate = config.rate if config.rate is not None else RATES.get(config.workload, 20.0)
         yield {**summary(made, rate, until=config.duration), "rate": rate}
+
+
+def runs_alone(config: Config) -> bool:
+    """Whether it measures time."""
+    return config.where == "engine"
 
 
 def plot(records: pd.DataFrame) -> Figure:

@@ -43,9 +43,6 @@ _KEPT = (
     "swapped_blocks",
     "sharing_saving",
 )
-TIMED = ("measured_s", "measured_tokens_per_s", "measured_first_token_s", "measured_between_tokens_s")
-"""The columns of `serve` that measure time."""
-
 Prompt = dict[str, list[int]]
 
 
@@ -113,8 +110,6 @@ def serve(
         "tokens_sha256": hashlib.sha256(repr(tokens).encode()).hexdigest(),
         "measured_s": seconds,
         "measured_tokens_per_s": sum(map(len, tokens)) / seconds,
-        "measured_first_token_s": row["time_to_first_token_s"],
-        "measured_between_tokens_s": row["time_between_tokens_s"],
         "lengths_are_statistics": are_statistics,
         "note": f"engine: {MODEL}, {num_requests} requests at once, lengths of {workload} divided by {shrink}",
     }
