@@ -47,9 +47,9 @@ SMALL: dict[str, dict[str, Any]] = {
     "chatbot": FEW,
     "chunk_size": FEW,
     "memory_waste": FEW,
-    "parallel_and_beam": {**FEW, "decoding": "beam", "size": 2},
+    "parallel_and_beam": {**FEW, "decoding": "beam", "size": 2, "duration": 4.0},
     "preemption_policy": FEW,
-    "shared_prefix": {**FEW, "reuse_shared": True},
+    "shared_prefix": {**FEW, "reuse_shared": True, "duration": 5.0},
     "sharing_saving": FEW,
     "swap_vs_recompute": {**FEW, "part": "serving", "block_size": 1},
     "throughput_vs_rate": FEW,
@@ -87,7 +87,7 @@ def test_claims_without_records_say_so(name: str) -> None:
 
 @pytest.mark.parametrize("name", NAMES)
 def test_a_record_that_changes_changes_a_verdict(name: str, recorded: dict[str, list[Any]]) -> None:
-    """Every claim is computed: with figures ten times as large, or none at all, none comes out as it did."""
+    """Every claim is computed: none stays as it is whatever becomes of the records."""
     experiment = find_experiment(name)
     before = {claim.text: claim for claim in claims_of(experiment, recorded[name])}
     assert not [text for text, claim in before.items() if claim.verdict == NO_RECORDS]
@@ -103,12 +103,12 @@ def test_a_record_that_changes_changes_a_verdict(name: str, recorded: dict[str, 
 
 
 def changed(records: list[Any]) -> Iterator[list[Any]]:
-    """The records with other figures: each column for itself, in every other record."""
+    """The records with other figures: each column for itself, in all configurations or in some."""
     columns = {column for _, rows in records for row in rows for column in row}
     for column in sorted(columns):
-        for which in (0, 1):
+        for first, step in ((0, 1), (0, 2), (1, 2), (1, 3)):
             other = copy.deepcopy(records)
-            for _, rows in other[which::2]:
+            for _, rows in other[first::step]:
                 for row in rows:
                     if column in row:
                         row[column] = altered(row[column])
