@@ -2,7 +2,13 @@
 
 import sys
 
-from experiments.frame.cli import main
-
 if __name__ == "__main__":  # processes that are spawned import this module too
-    sys.exit(main())
+    try:
+        from experiments.frame.cli import main
+
+        sys.exit(main())
+    except ModuleNotFoundError as error:
+        if error.name not in ("pandas", "matplotlib"):
+            raise
+        print(f"error: there is no {error.name}: pip install '.[experiments]'", file=sys.stderr)
+        sys.exit(1)

@@ -51,6 +51,9 @@ if TYPE_CHECKING:
 
 TOLERANCE = 0.02
 
+MOST_TOKENS = 65_536
+"""More take minutes to count."""
+
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Config:
@@ -73,6 +76,12 @@ class Config:
     def __post_init__(self) -> None:
         for name, least in (("seq_len", 1), ("head_dim", 8), ("sram_elements", 1)):
             require(is_int(getattr(self, name), least), name, getattr(self, name), f"an integer of at least {least}")
+        require(
+            self.seq_len <= MOST_TOKENS,
+            "seq_len",
+            self.seq_len,
+            f"at most {MOST_TOKENS:,}",
+        )
         require(type(self.causal) is bool, "causal", self.causal, "True or False")
         require_choice("dtype", self.dtype, FLOATS)
 

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.frame import Claim
 from experiments.frame.frames import ratio, rows_where
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import simulation, summary
+from experiments.frame.systems import check, simulation, summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -44,6 +44,9 @@ class Config:
     duration: float = 600.0
     seed: int = 0
     lengths: str = field(default_factory=default_lengths)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 CPU_SET = [Config(system=system, max_num_seqs=size) for system in COMPARED for size in SIZES]

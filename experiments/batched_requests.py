@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.frame import Claim
 from experiments.frame.frames import figure_of, ratio
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import simulation, summary
+from experiments.frame.systems import check, simulation, summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -52,6 +52,9 @@ class Config:
     warmup: float = 600.0
     seed: int = 0
     lengths: str = field(default_factory=default_lengths)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 # Alpaca's queues are short, so that a quarter of the hour says the same.

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from experiments.frame import Claim, require_choice
+from experiments.frame import Claim, require_choice, require_unused
 from experiments.frame.frames import figure_of, ratio, rows_where
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import FT_BATCH, simulation, sweep_rates
+from experiments.frame.systems import FT_BATCH, check, simulation, sweep_rates
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,6 +55,9 @@ class Config:
         require_choice("where", self.where, ("simulator", "engine"))
         require_choice("batching", self.batching, ("static", "continuous"))
         require_choice("memory", self.memory, tuple(ALLOCATORS))
+        check(self)
+        if self.where == "engine":
+            require_unused(self, "where='engine'", "duration")
 
 
 CPU_SET = [Config(where=where, batching=b, memory=m) for where in ("simulator", "engine") for b, m in CELLS]

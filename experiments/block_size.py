@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.frame import Claim, require_choice
 from experiments.frame.frames import figure_of, rows_where
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import simulation, summary
+from experiments.frame.systems import check, simulation, summary
 from pagedjax.config import require
 from pagedjax.scalars import is_int
 
@@ -58,6 +58,7 @@ class Config:
         require(
             is_int(size, 1) and size & (size - 1) == 0 and size <= 256, "block_size", size, "a power of two up to 256"
         )
+        check(self)
 
 
 CPU_SET = [
@@ -169,7 +170,7 @@ def plot(records: pd.DataFrame) -> Figure:
     memory = records[records["part"] == "memory"]
     columns = (
         ("utilisation", "slots that hold tokens (%)", 100),
-        ("normalized_latency_s", "normalized latency (ms/token)", 1000),
+        ("normalized_latency_s", "latency (ms/token)", 1000),
         ("prefix_hit_rate", f"prompt tokens found,\nprefix of {PREFIX} (%)", 100),
         ("kernel_ratio", "time of a decode call\nto that of blocks of 16", 1),
     )

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from experiments.frame import Claim, require_choice
+from experiments.frame import Claim, require_choice, require_unused
 from experiments.frame.frames import figure_of, ratio
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import simulation, summary
+from experiments.frame.systems import check, simulation, summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -50,6 +50,9 @@ class Config:
 
     def __post_init__(self) -> None:
         require_choice("where", self.where, ("simulator", "engine"))
+        check(self)
+        if self.where == "engine":
+            require_unused(self, "where='engine'", "chunked", "rate", "duration")
 
 
 CPU_SET = [

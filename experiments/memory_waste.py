@@ -13,10 +13,10 @@ from itertools import islice
 from statistics import mean
 from typing import TYPE_CHECKING, Any
 
-from experiments.frame import Claim, require_choice
+from experiments.frame import Claim, require_choice, require_unused
 from experiments.frame.frames import figure_of
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import SYSTEMS, simulation, summary
+from experiments.frame.systems import SYSTEMS, check, simulation, summary
 from pagedjax.sim.hardware import find_model, make_server
 
 if TYPE_CHECKING:
@@ -65,6 +65,9 @@ class Config:
 
     def __post_init__(self) -> None:
         require_choice("where", self.where, ("simulator", "engine"))
+        check(self)
+        if self.where == "engine":
+            require_unused(self, "where='engine'", "model", "rate", "duration", "num_blocks")
 
 
 CPU_SET = [
@@ -139,13 +142,13 @@ def plot(records: pd.DataFrame) -> Figure:
 
 
 def _stack(axes: Any, at: int, parts: list[float], alpha: float = 1.0) -> None:
-    from experiments.frame.plots import CYCLE
+    from experiments.frame.plots import CYCLE, mixed
 
-    left = 0.0
+    left, ink = 0.0, "white" if alpha == 1.0 else "black"
     for part, colour in zip(parts, CYCLE, strict=False):
-        axes.barh(at, part, left=left, color=colour, height=0.8, alpha=alpha)
+        axes.barh(at, part, left=left, color=mixed(colour, alpha), height=0.8)
         if part >= 6:
-            axes.text(left + part / 2, at, f"{part:.1f}", ha="center", va="center", fontsize=6.5, color="white")
+            axes.text(left + part / 2, at, f"{part:.1f}", ha="center", va="center", fontsize=6.5, color=ink)
         left += part
 
 

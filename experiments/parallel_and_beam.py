@@ -15,7 +15,9 @@ from typing import TYPE_CHECKING, Any
 from experiments.frame import Claim, require_choice
 from experiments.frame.frames import ratio, rows_where
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import simulation, sweep_rates
+from experiments.frame.systems import check, simulation, sweep_rates
+from pagedjax.config import require
+from pagedjax.scalars import is_int
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,6 +57,8 @@ class Config:
 
     def __post_init__(self) -> None:
         require_choice("decoding", self.decoding, ("parallel", "beam"))
+        check(self)
+        require(is_int(self.size, 1), "size", self.size, "an integer of at least 1")
 
 
 CPU_SET = [

@@ -23,7 +23,9 @@ from typing import TYPE_CHECKING, Any
 from experiments.frame import Claim
 from experiments.frame.frames import figure_of, ratio
 from experiments.frame.lengths import STATISTICS, default_lengths, lengths, lengths_used
-from experiments.frame.systems import simulation, summary
+from experiments.frame.systems import check, simulation, summary
+from pagedjax.config import require
+from pagedjax.scalars import is_int
 from pagedjax.sim.traces import open_trace
 
 if TYPE_CHECKING:
@@ -56,6 +58,14 @@ class Config:
     shrink: int = SHRINK
     seed: int = 0
     lengths: str = field(default_factory=default_lengths)
+
+    def __post_init__(self) -> None:
+        check(self)
+        shrink, size = self.shrink, self.block_size
+        require(
+            is_int(shrink, 1) and 512 % shrink == 0, "shrink", shrink, "a divisor of the 512 tokens of a hashed block"
+        )
+        require(is_int(self.cache_tokens, size), "cache_tokens", self.cache_tokens, f"at least the {size} of a block")
 
 
 CPU_SET = [

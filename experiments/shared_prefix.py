@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from experiments.frame import Claim, require_choice
+from experiments.frame import Claim, require_choice, require_unused
 from experiments.frame.frames import figure_of, ratio, rows_where
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import simulation, sweep_rates
+from experiments.frame.systems import check, simulation, sweep_rates
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -55,6 +55,9 @@ class Config:
         require_choice("where", self.where, ("simulator", "engine"))
         require_choice("system", self.system, ("vllm", "orca-oracle"))
         require_choice("shots", str(self.shots), tuple(map(str, PREFIXES)))
+        check(self)
+        if self.where == "engine":
+            require_unused(self, "where='engine'", "reuse_shared", "duration")
 
 
 CPU_SET = [

@@ -13,10 +13,10 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from experiments.frame import Claim, require_choice
+from experiments.frame import Claim, require_choice, require_unused
 from experiments.frame.frames import figure_of
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import simulation, summary
+from experiments.frame.systems import check, simulation, summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -62,6 +62,9 @@ class Config:
     def __post_init__(self) -> None:
         require_choice("where", self.where, ("simulator", "engine"))
         require_choice("decoding", self.decoding, ("parallel", "beam"))
+        check(self)
+        if self.where == "engine":
+            require_unused(self, "where='engine'", "rate", "duration")
 
 
 CPU_SET = [

@@ -14,14 +14,14 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from experiments.frame import Claim, require_choice
+from experiments.frame import Claim, require_choice, require_unused
 from experiments.frame.frames import figure_of, ratio, rows_where
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import simulation, summary
+from experiments.frame.systems import check, simulation, summary
 from pagedjax.config import CacheConfig, require
 from pagedjax.host.allocator import PagedAllocator
 from pagedjax.request import Sequence
-from pagedjax.scalars import is_int
+from pagedjax.scalars import is_int, is_number
 from pagedjax.sim.records import StepShape
 from pagedjax.sim.traces.rows import TraceRow
 from pagedjax.sim.workload import RequestMaker
@@ -67,6 +67,11 @@ class Config:
         size = self.block_size
         ok = is_int(size, 1) and size & (size - 1) == 0 and (self.part == "serving" or size <= TOKENS)
         require(ok, "block_size", size, f"a power of two, at most {TOKENS} but in serving")
+        check(self)
+        seconds = self.copy_seconds
+        require(is_number(seconds) and 0 <= seconds <= 1, "copy_seconds", seconds, "from 0 to 1 second")
+        if self.part != "serving":
+            require_unused(self, f"part='{self.part}'", "preemption", "workload", "rate", "duration")
 
 
 CPU_SET = [
@@ -199,9 +204,9 @@ def plot(records: pd.DataFrame) -> Figure:
         shown = records[(records["part"] == "serving") & (records["preemption"] == name)].sort_values("block_size")
         if len(shown):
             serving.plot(shown["block_size"], 1000 * shown["normalized_latency_s"], "o-", color=colour)
-            label_line(
-                serving, shown["block_size"].iloc[-1], 1000 * shown["normalized_latency_s"].iloc[-1], name, colour
-            )
+            last = shown.iloc[-1]
+            offset = (4, 5 if name == "swap" else -5)
+            label_line(serving, last["block_size"], 1000 * last["normalized_latency_s"], name, colour, offset=offset)
     for axes, label in ((micro, "time for 256 tokens (ms)"), (serving, "normalized latency (ms/token)")):
         axes.set_xscale("log", base=2)
         axes.set_xticks(SIZES, list(map(str, SIZES)))

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.frame import Claim
 from experiments.frame.frames import ratio, rows_where
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import SYSTEMS, simulation, sweep_rates
+from experiments.frame.systems import SYSTEMS, check, simulation, sweep_rates
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -43,6 +43,9 @@ class Config:
     duration: float = 900.0
     seed: int = 0
     lengths: str = field(default_factory=default_lengths)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 CPU_SET = [

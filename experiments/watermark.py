@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from experiments.frame import Claim
 from experiments.frame.frames import figure_of
 from experiments.frame.lengths import default_lengths, lengths_used
-from experiments.frame.systems import simulation, summary
+from experiments.frame.systems import check, simulation, summary
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -38,6 +38,9 @@ class Config:
     duration: float = 900.0
     seed: int = 0
     lengths: str = field(default_factory=default_lengths)
+
+    def __post_init__(self) -> None:
+        check(self)
 
 
 CPU_SET = [Config(watermark=part) for part in (0.0, 0.005, 0.01, 0.02, 0.05)]

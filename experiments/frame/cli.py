@@ -18,6 +18,7 @@ from experiments.frame.experiment import (
     find_experiment,
 )
 from experiments.frame.lengths import find_data
+from experiments.frame.runs import StoreError
 from experiments.frame.store import STORE_VARIABLE, Store, default_store
 from experiments.frame.sweep import Sweep, Tally
 from experiments.frame.tasks import Task
@@ -185,14 +186,27 @@ def _reproduce(args: argparse.Namespace) -> int:
 
 
 def _report(args: argparse.Namespace) -> int:
-    return _show_report(*find_all(), _store(args), args.results or RESULTS)
+    return _show_report(*find_all(), _store(args), args.results or RESULTS, whole=args.results is None)
 
 
-def _show_report(found: Sequence[Experiment], wrong: Sequence[str], store: Store, folder: Path | None) -> int:
-    """Prints its claims, writes it if there is a folder for it, and says what is wrong with files and records."""
+def _show_report(
+    found: Sequence[Experiment], wrong: Sequence[str], store: Store, folder: Path | None, whole: bool = False
+) -> int:
+    """Prints its claims, writes it if there is a folder for it, and says what is wrong with files and records.
+
+    Args:
+        whole: whether it is refused if records are missing: it would take the place of one that has them.
+    """
     from experiments.frame.report import Section, write_report
 
     sections = [Section.of(experiment, store) for experiment in found]
+    missing = sum(len(section.missing) for section in sections)
+    if whole and missing:
+        total = missing + sum(len(section.runs) for section in sections)
+        raise StoreError(
+            f"{store.path} has no records of {missing} of the {total} configurations that the report is of: run "
+            "`python -m experiments reproduce`, or give a folder for a part of it with --results"
+        )
     if folder is not None:
         write_report(sections, folder)
     rows = [
@@ -209,7 +223,6 @@ def _show_report(found: Sequence[Experiment], wrong: Sequence[str], store: Store
     print(format_table(rows) if rows else "no claims")
     if folder is not None:
         print(f"report: {folder / 'REPORT.md'}")
-    missing = sum(len(section.missing) for section in sections)
     if missing:
         print(f"{missing} configurations have no records: the report says which, and why")
     return _told([*wrong, *(problem for section in sections for problem in section.problems)])
@@ -218,7 +231,11 @@ def _show_report(found: Sequence[Experiment], wrong: Sequence[str], store: Store
 def _compare(args: argparse.Namespace) -> int:
     from experiments.frame.compare import compare, results_differ
 
-    rows = compare(args.first, args.second, _store(args))
+    try:
+        rows = compare(args.first, args.second, _store(args))
+    except StoreError as error:  # 1 says that results differ
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     print(format_table(rows) if rows else "no difference")
     if args.json:
         write_json(args.json, rows)
@@ -251,5 +268,7 @@ def _print_tally(tally: Tally) -> None:
     found = f", {len(tally.found)} were finished already (--force runs them again)" if tally.found else ""
     failed = f", {len(tally.failed)} failed" if tally.failed else ""
     print(f"{len(tally.run)} run{found}{failed}")
+    if tally.stale:
+        print(f"note: {len(tally.stale)} of those finished were made by another version of the experiment's file")
     for task, error in tally.failed:
         print(f"failed: {task.name}/{task.hash} {task.label}: {error}")

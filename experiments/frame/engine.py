@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 
 from experiments.frame.experiment import OWN_FOLDER
-from experiments.frame.lengths import lengths
+from experiments.frame.lengths import lengths, require_real
 from pagedjax import LLM, BeamSearchParams, EngineConfig, SamplingParams
 from pagedjax.engine import Engine
 from pagedjax.errors import ConfigError
@@ -59,6 +59,7 @@ def scaled_requests(
     rng = np.random.default_rng(seed)
     with lengths(lengths_from):
         trace = open_trace(workload)
+        require_real(trace, lengths_from)
         scaled = ((-(-row.prompt_len // shrink), -(-row.output_len // shrink)) for row in trace.rows(seed))
         chosen = list(islice((pair for pair in scaled if sum(pair) <= longest), number))
     starts = rng.integers(0, len(text) - longest, len(chosen)).tolist()

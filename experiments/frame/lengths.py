@@ -11,7 +11,7 @@ import pandas as pd
 from experiments.frame.experiment import OWN_FOLDER
 from experiments.frame.values import require_choice
 from pagedjax.config import require
-from pagedjax.sim.traces import DATA_VARIABLE
+from pagedjax.sim.traces import DATA_VARIABLE, Trace, workload_names
 
 REAL, STATISTICS = "real", "statistics"
 
@@ -45,6 +45,12 @@ def lengths(kind: str) -> Iterator[None]:
     finally:
         if folder is not None:
             os.environ[DATA_VARIABLE] = folder
+
+
+def require_real(trace: Trace, kind: str) -> None:
+    """Raises ConfigError if a trace that was to have real lengths has those of statistics."""
+    real = kind == STATISTICS or not trace.is_statistics or trace.name not in workload_names()
+    require(real, "lengths", kind, f"{STATISTICS} for {trace.name}: {trace.description.partition(': ')[0]}")
 
 
 def lengths_used(records: pd.DataFrame) -> str:

@@ -9,6 +9,7 @@ from typing import Any
 import matplotlib as mpl
 from cycler import cycler
 from matplotlib.axes import Axes
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 COLUMN_WIDTH = 3.35
@@ -68,9 +69,24 @@ def new_figure(columns: int = 1, rows: int = 1, *, height: float = 2.3, **option
 def label_line(axes: Axes, x: float, y: float, text: str, colour: str, **options: Any) -> None:
     """Names a line at one of its ends, in its colour, instead of a legend."""
     offset = options.pop("offset", (3, 0))
+    box = {"facecolor": mpl.rcParams["axes.facecolor"], "edgecolor": "none", "pad": 0.6}  # over other lines
     axes.annotate(
-        text, (x, y), xytext=offset, textcoords="offset points", color=colour, fontsize=7, va="center", **options
+        text,
+        (x, y),
+        xytext=offset,
+        textcoords="offset points",
+        color=colour,
+        fontsize=7,
+        va="center",
+        bbox=box,
+        zorder=5,
+        **options,
     )
+
+
+def mixed(colour: str, part: float) -> tuple[float, ...]:
+    """So much of a colour in white, on whatever background."""
+    return tuple(1 - part * (1 - channel) for channel in to_rgb(colour))
 
 
 def bar_labels(axes: Axes, bars: Any, form: Callable[[float], str]) -> None:

@@ -10,6 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+from experiments.frame.experiment import values_hash
 from experiments.frame.tasks import FINISHED
 from pagedjax.errors import PagedJaxError
 
@@ -17,7 +18,7 @@ CONFIG, MANIFEST, RECORDS = "config.json", "manifest.json", "records.jsonl"
 OLD = ".old-"
 """Begins the name of a run's folder while another is put in its place."""
 
-_KNOWN = ("status", "num_records", "timed_columns", "packages", "machine", "device", "git")
+_KNOWN = ("experiment", "hash", "status", "num_records", "timed_columns", "packages", "machine", "device", "git")
 _TRIES, _PAUSE = 50, 0.01  # of reading what another process replaces
 
 
@@ -50,7 +51,10 @@ class Run:
         manifest = read_json(path / MANIFEST)
         if missing := [key for key in _KNOWN if key not in manifest]:
             raise DamagedRun(f"{path / MANIFEST} has no {', '.join(missing)}")
-        return cls(path, read_json(path / CONFIG), manifest, _read_text(path / RECORDS))
+        values = read_json(path / CONFIG)
+        if values_hash(manifest["experiment"], values) != manifest["hash"]:
+            raise DamagedRun(f"{path / CONFIG} is not what the run was made with: its hash is not {manifest['hash']}")
+        return cls(path, values, manifest, _read_text(path / RECORDS))
 
     @property
     def is_finished(self) -> bool:

@@ -14,7 +14,7 @@ from tqdm import tqdm
 from experiments.frame.executors import Executor
 from experiments.frame.runs import DamagedRun
 from experiments.frame.store import Store
-from experiments.frame.tasks import Outcome, Task
+from experiments.frame.tasks import Outcome, Task, source_hash
 
 _POLL_SECONDS = 0.2
 
@@ -25,12 +25,14 @@ class Tally:
 
     Attributes:
         run: were run now, and finished.
+        stale: of those in `found`, made by another version of the experiment's file.
         found: were finished already, or by another process meanwhile.
         failed: have no records; with the error of each.
     """
 
     run: list[Task] = field(default_factory=list)
     found: list[Task] = field(default_factory=list)
+    stale: list[Task] = field(default_factory=list)
     failed: list[tuple[Task, str]] = field(default_factory=list)
 
 
@@ -93,7 +95,12 @@ class Sweep:
 
     def _is_finished(self, task: Task) -> bool:
         found = self._store.run_of(task)
-        return found is not None and found.is_finished and found.records() is not None
+        if found is None or not found.is_finished:
+            return False
+        found.records()  # raises if they do not parse
+        if found.manifest.get("source_sha256") != source_hash(task):
+            self.tally.stale.append(task)
+        return True
 
     def _end(self, task: Task, bar: _Bar, error: str | None = None) -> None:
         """Of a task that is not to be run."""

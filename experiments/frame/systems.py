@@ -2,15 +2,23 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 from typing import Any
 
-from experiments.frame.lengths import lengths
+from experiments.frame.lengths import REAL, STATISTICS, lengths, require_real
 from experiments.frame.values import require_choice
+from pagedjax.config import require
+from pagedjax.scalars import is_number, plain
 from pagedjax.sim import Simulation, SimulationConfig
+from pagedjax.sim.config import LONGEST
+from pagedjax.sim.hardware import model_names
 from pagedjax.sim.knee import find_knee
+from pagedjax.sim.traces import workload_names
+from pagedjax.sim.workload import HIGHEST_RATE
 
 SYSTEMS: dict[str, dict[str, Any]] = {
     "vllm": {"allocator": "paged"},
@@ -39,6 +47,40 @@ CUT = 1.0
 """Seconds a token above which a run is cut short."""
 
 
+def check(config: Any) -> None:
+    """For a configuration's `__post_init__`: refuses, by the field's own name, what a simulation would refuse later.
+
+    Raises:
+        ConfigError: a field of a known name has a value that is not allowed.
+    """
+    own = {field.name for field in dataclasses.fields(SimulationConfig)} - {"workload", "model", "rate", "duration"}
+    for field in dataclasses.fields(config):
+        name: str = field.name
+        value: Any = plain(getattr(config, name))
+        if name in _CHOICES:
+            require_choice(name, value, _CHOICES[name]())
+        elif name == "workload":
+            if not (isinstance(value, str) and Path(value).is_file()):
+                require_choice(name, value, workload_names())
+        elif name == "rate":
+            ok = value is None or (is_number(value) and 0 < value <= HIGHEST_RATE)
+            require(ok, name, value, f"above 0 and at most {HIGHEST_RATE:,} requests a second")
+        elif name == "duration":
+            ok = is_number(value) and 0 < value <= LONGEST
+            require(ok, name, value, f"above 0 and at most {LONGEST:,} seconds")
+        elif name == "watermark":
+            require(is_number(value) and 0 <= value < 1, name, value, "from 0 to less than 1")
+        elif name in own:
+            SimulationConfig(**{name: value})
+
+
+_CHOICES: dict[str, Callable[[], Sequence[str]]] = {
+    "system": lambda: tuple(SYSTEMS),
+    "lengths": lambda: (REAL, STATISTICS),
+    "model": model_names,
+}
+
+
 @contextmanager
 def simulation(
     system: str, *, lengths_from: str, model: str = "opt-13b", workload: str = "sharegpt", **fields: Any
@@ -58,7 +100,9 @@ def simulation(
     if system == "ft":
         own["max_num_seqs"] = FT_BATCH.get((model, workload), 8)
     with lengths(lengths_from):
-        yield Simulation(SimulationConfig(model=model, workload=workload, **{**own, **fields}))
+        made = Simulation(SimulationConfig(model=model, workload=workload, **{**own, **fields}))
+        require_real(made.trace, lengths_from)
+        yield made
 
 
 def summary(made: Simulation, rate: float | None, **how: Any) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import io
 import json
 import sys
@@ -122,8 +123,17 @@ def _manifest(
         "num_records": num_records,
         "wall_s": round(seconds, 3),
         "timed_columns": list(timed),
+        "source_sha256": source_hash(task),
         **provenance(task.values, {} if seed is None else {"experiment": seed}, device),
     }
+
+
+def source_hash(task: Task) -> str:
+    """Of an experiment's file: what it was may have been another when a run was made."""
+    try:
+        return hashlib.sha256(Path(task.path).read_bytes()).hexdigest()
+    except OSError:  # it has gone
+        return ""
 
 
 def _device() -> Any:

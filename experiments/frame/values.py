@@ -35,6 +35,19 @@ def require_choice(name: str, value: object, choices: Sequence[str]) -> None:
     require(value in choices, name, value, f"one of {', '.join(choices)}{nearest(str(value), choices)}")
 
 
+def require_unused(config: Any, because: str, *names: str) -> None:
+    """Raises ConfigError if a field of no effect is not its default: it would be stored as if it had one.
+
+    Args:
+        because: of which other field's value.
+    """
+    for field in fields(config):
+        if field.name in names:
+            value = getattr(config, field.name)
+            allowed = f"{shown(field.default)} with {because}, where it is not used"
+            require(value == field.default, field.name, value, allowed)
+
+
 def said(error: BaseException) -> str:
     """An error in one line, cut where it is long."""
     text = " ".join(f"{type(error).__name__}: {error}".split()).removesuffix(":")
@@ -118,7 +131,8 @@ def parse_value(config_class: type, key: str, text: str) -> Any:
             return _READERS[member](text)
         except ValueError:
             continue
-    raise ConfigError(f"{key}={shown(text)} is not allowed: {key} must be of type {kind_name(kinds[key])}")
+    finite = ", and finite" if float in members else ""
+    raise ConfigError(f"{key}={shown(text)} is not allowed: {key} must be of type {kind_name(kinds[key])}{finite}")
 
 
 def _bool(text: str) -> bool:

@@ -153,6 +153,33 @@ def test_experiments_run(name: str) -> None:
     assert outcomes[0].files["figure.png"] == outcomes[1].files["figure.png"]
 
 
+@pytest.mark.parametrize(
+    ("name", "values", "error"),
+    [
+        ("memory_waste", {"system": "vlm"}, r"one of vllm, .*\(did you mean 'vllm'\?\)"),
+        ("memory_waste", {"model": "opt-13"}, r"did you mean 'opt-13b'"),
+        ("watermark", {"workload": "sharegtp"}, r"did you mean 'sharegpt'"),
+        ("watermark", {"watermark": 2.0}, "from 0 to less than 1"),
+        ("watermark", {"rate": -1.0}, "above 0 and at most"),
+        ("chatbot", {"duration": 0.0}, "above 0 and at most"),
+        ("batched_requests", {"seed": -1}, "an integer from 0"),
+        ("throughput_vs_rate", {"lengths": "foo"}, "one of real, statistics"),
+        ("prefix_caching", {"cache_tokens": 0}, "at least the 16 of a block"),
+        ("parallel_and_beam", {"size": 0}, "an integer of at least 1"),
+        ("swap_vs_recompute", {"copy_seconds": -1.0}, "from 0 to 1 second"),
+        ("block_size", {"block_size": 3}, "a power of two"),
+        ("memory_waste", {"num_blocks": 1, "where": "engine"}, "None with where='engine', where it is not used"),
+        ("sharing_saving", {"rate": 1.0, "where": "engine"}, "None with where='engine', where it is not used"),
+    ],
+)
+def test_a_wrong_value_is_named_before_anything_runs(name: str, values: dict[str, Any], error: str) -> None:
+    from pagedjax.errors import ConfigError
+
+    key = next(iter(values))
+    with pytest.raises(ConfigError, match=f"^{key}=.* is not allowed: {key} must be .*{error}"):
+        find_experiment(name).config_class(**values)
+
+
 def test_swapping_moves_the_blocks_of_256_tokens() -> None:
     experiment = find_experiment("swap_vs_recompute")
     for size in (1, 16, 256):
@@ -202,5 +229,9 @@ def test_lengths_are_those_that_are_asked_for(monkeypatch: pytest.MonkeyPatch, t
     for kind, statistics in (("real", False), ("statistics", True)):
         with simulation("vllm", lengths_from=kind, workload="alpaca") as made:
             assert made.trace.is_statistics is statistics
+    # That folder has no such file.
+    absent = "lengths='real' is not allowed: lengths must be statistics for sharegpt"
+    with pytest.raises(ConfigError, match=absent), simulation("vllm", lengths_from="real"):
+        pass
     with pytest.raises(ConfigError, match=r"did you mean 'orca-max'\?"), simulation("orca-mx", lengths_from="real"):
         pass

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from experiments.frame import Claim
+from experiments.frame import Claim, cli
 from experiments.frame.report import Section
 
 
@@ -198,6 +198,18 @@ def test_reproduce(lab: Any, capsys: pytest.CaptureFixture[str]) -> None:
     before = report(lab)
     assert lab.main("reproduce", "--only", "timed", "--jobs", "1") == 0  # a part takes nobody's place unasked
     assert "REPORT.md" not in capsys.readouterr().out and report(lab) == before
+
+
+def test_a_part_does_not_overwrite_the_report(lab: Any, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setattr(cli, "RESULTS", lab.results)
+    lab.results.mkdir()
+    (lab.results / "REPORT.md").write_text("whole")
+    lab.sweep(lab.task(number=1))
+    assert lab.main("report") == 1
+    assert "has no records of 2 of the 3 configurations that the report is of" in capsys.readouterr().err
+    assert report(lab) == "whole"
+    lab.sweep(lab.task(number=2), lab.task(number=3))
+    assert lab.main("report") == 0 and "## squares" in report(lab)
 
 
 def test_reproduce_of_an_unknown_name_runs_nothing(lab: Any, capsys: pytest.CaptureFixture[str]) -> None:

@@ -127,7 +127,17 @@ def test_manifest_that_lacks_something(lab: Any) -> None:
     task = lab.task()
     lab.sweep(task)
     (folder_of(lab, task) / "manifest.json").write_text('{"status": "finished"}\n')
-    with pytest.raises(DamagedRun, match=r"manifest.json has no num_records, timed_columns"):
+    with pytest.raises(DamagedRun, match=r"manifest.json has no experiment, hash, num_records, timed_columns"):
+        experiments.load("squares")
+
+
+def test_configuration_that_was_changed_afterwards(lab: Any) -> None:
+    """It would stand beside records that it did not make."""
+    task = lab.task()
+    lab.sweep(task)
+    file = folder_of(lab, task) / "config.json"
+    file.write_text(file.read_text().replace('"number": 1', '"number": 9'))
+    with pytest.raises(DamagedRun, match="config.json is not what the run was made with: its hash is not"):
         experiments.load("squares")
 
 
@@ -316,7 +326,7 @@ def test_compare_stores(lab: Any) -> None:
 @pytest.mark.parametrize("name", ["ffffffffffff", "squares/", "cubes/0", "", "/", "x" * 5000])
 def test_compare_of_what_is_not_there(lab: Any, capsys: pytest.CaptureFixture[str], name: str) -> None:
     lab.sweep(lab.task())
-    assert lab.main("compare", lab.task().hash, name) == 1
+    assert lab.main("compare", lab.task().hash, name) == 2  # 1 is what differing results give
     assert "no run is named so" in capsys.readouterr().err
 
 

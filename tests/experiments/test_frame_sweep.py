@@ -185,6 +185,15 @@ def test_force_runs_again_what_is_finished(lab: Any, capsys: pytest.CaptureFixtu
     assert identities(lab) != before and lab.records() == records
 
 
+def test_an_experiment_that_changed_is_told(lab: Any, capsys: pytest.CaptureFixture[str]) -> None:
+    lab.sweep(lab.task())
+    assert lab.main("run", "squares", "--jobs", "1") == 0
+    assert "another version" not in capsys.readouterr().out
+    lab.edit("# most tests", "# all tests")
+    assert lab.main("run", "squares", "--jobs", "1") == 0
+    assert "note: 1 of those finished were made by another version of the experiment's file" in capsys.readouterr().out
+
+
 def test_a_failure_takes_no_finished_place(lab: Any) -> None:
     """What was found before an experiment was broken is still there, and so is where it broke."""
     task = lab.task()
