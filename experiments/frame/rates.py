@@ -10,7 +10,7 @@ from experiments.frame.plots import COLOURS, MARKERS, NAMES, label_line
 from experiments.frame.systems import BOUND, CUT, SYSTEMS
 
 
-def draw_latencies(axes: Any, records: pd.DataFrame, *, names: dict[str, str] = NAMES) -> None:
+def draw_latencies(axes: Any, records: pd.DataFrame) -> None:
     """A line a system, named above where it crosses the bound: slow ones on the right, fast ones on the left."""
     knees: list[tuple[float, str]] = []
     for system in SYSTEMS:
@@ -18,7 +18,7 @@ def draw_latencies(axes: Any, records: pd.DataFrame, *, names: dict[str, str] = 
         if rows.empty:
             continue
         rows = rows[rows["latency_s"].notna()].sort_values("rate")
-        axes.plot(rows["rate"], rows["latency_s"], color=COLOURS[system], marker=MARKERS[system], label=names[system])
+        axes.plot(rows["rate"], rows["latency_s"], color=COLOURS[system], marker=MARKERS[system], label=NAMES[system])
         knees.append((float(rows["knee_rate"].iloc[0]), system))
     axes.axhline(BOUND, color=COLOURS["paper"], linewidth=0.6, linestyle=":")
     axes.set(xlabel="requests/s", ylabel="normalized latency (s/token)", ylim=(0, CUT), xlim=(0, None))
@@ -30,4 +30,4 @@ def draw_latencies(axes: Any, records: pd.DataFrame, *, names: dict[str, str] = 
         axes.plot([knee, knee], [BOUND, height], color=COLOURS[system], linewidth=0.5, alpha=0.6)
         left = knee > 0.5 * right
         offset, side = ((-2, 0), "right") if left else ((2, 0), "left")
-        label_line(axes, knee, height, names[system], COLOURS[system], offset=offset, ha=side)
+        label_line(axes, knee, height, NAMES[system], COLOURS[system], offset=offset, ha=side)

@@ -17,6 +17,7 @@ from pagedjax.sim import Simulation, SimulationConfig
 from pagedjax.sim.config import LONGEST
 from pagedjax.sim.hardware import model_names
 from pagedjax.sim.knee import find_knee
+from pagedjax.sim.simulation import MOST_IN_KNEE
 from pagedjax.sim.traces import workload_names
 from pagedjax.sim.workload import HIGHEST_RATE
 
@@ -127,7 +128,9 @@ def sweep_rates(made: Simulation, fractions: tuple[float, ...] = (0.25, 0.5, 0.7
         latency = latencies[rate] = made.mean_latency(rate, CUT)
         return None if latency is None else latency <= BOUND
 
-    knee = find_knee(holds, first=made.config.rate or 1.0, lowest=1 / made.duration, highest=300_000 / made.duration)
+    knee = find_knee(
+        holds, first=made.config.rate or 1.0, lowest=1 / made.duration, highest=MOST_IN_KNEE / made.duration
+    )
     for part in fractions:
         latencies[part * knee] = made.mean_latency(part * knee, CUT)
     for rate, latency in sorted(latencies.items()):
